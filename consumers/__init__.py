@@ -1,0 +1,1 @@
+"""Consumer side: stream state machine, inventory, ZeroMQ subscriber, index writer, sidecar."""

@@ -1,0 +1,1 @@
+"""Engine side: block pool, simulated worker, event publisher, per-engine hash rules."""

@@ -1,0 +1,304 @@
+"""KV-cache events: one normalised form, and a tolerant decoder for every encoding engines have used.
+
+Strategy. A batch is a positional msgpack array ``[ts, events, rank?]``; an event is either an array
+``[tag, field, …]`` (vLLM ≤ 0.23, SGLang ≤ 0.5.18) or a map with a ``type`` key (later). Both are decoded
+generically and normalised field by field, so longer arrays, shorter arrays, unknown keys, unknown kinds and
+any header width are fine. One bad event costs itself, never its neighbours: it lands in `Batch.skipped` with a
+cause. Only a payload that is no batch at all raises MalformedBatch.
+
+Invariants: hashes are unsigned 64-bit; `medium` is lower case and never None; `tokens` is a flat list of
+non-negative ints; nothing here looks at token values, and no error text carries them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, NewType
+
+import msgspec
+
+from .errors import MalformedBatch
+from .index import Tier
+
+EngineHash = NewType("EngineHash", int)
+"""Unsigned 64-bit: what an engine calls a block on the wire, reduced as vLLM reduces 32-byte hashes."""
+
+_U64 = 0xFFFF_FFFF_FFFF_FFFF
+MAX_GROUPS = 64
+"""Cache groups per engine we accept; hybrid models have a handful."""
+
+FULL_ATTENTION_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+"""Group kinds whose blocks form a prefix chain. A nil kind means an engine that has only one group."""
+
+_TIERS = {
+    "gpu": Tier.GPU,
+    "cpu": Tier.CPU,
+    "cpu_pinned": Tier.CPU,
+    "cxl": Tier.CPU,
+    "fs": Tier.STORAGE,
+    "obj": Tier.STORAGE,
+    "storage": Tier.STORAGE,
+    "disk": Tier.STORAGE,
+    "external": Tier.STORAGE,
+}
+OTHER_MEDIUM = "other"
+"""Unknown medium names fold into this one, so that a publisher cannot grow our tables with names."""
+
+
+def tier_of(medium: str) -> Tier:
+    """Tier of a normalised medium. Unknown media are never taken for GPU memory."""
+    return _TIERS.get(medium, Tier.STORAGE)
+
+
+class BlockStored(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Blocks that became findable, one physical copy each, in chain order."""
+
+    hashes: list[EngineHash]
+    parent: EngineHash | None
+    """Hash of the block before the first one; None for a block that starts the prompt, or if unpublished."""
+    tokens: list[int]
+    """len(hashes) × block_size ids; empty for offload placeholders; of another length for masked groups."""
+    block_size: int
+    """Tokens per engine block; 0 for placeholders."""
+    medium: str = "gpu"
+    group: int = 0
+    kind: str | None = None
+    """vLLM's kv_cache_spec_kind; None on engines that do not publish it."""
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    """One entry per hash: None or a list of untagged extra keys (see hashing.event_extra_keys)."""
+    cache_salt: str | None = None
+    lookahead: bool = False
+    """The hashes also cover tokens past the block (speculative decoding): same text, other hash."""
+    remote: bool = False
+    session_id: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One physical copy of each of these blocks is gone."""
+
+    hashes: list[EngineHash]
+    medium: str = "gpu"
+    group: int = 0
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, gc=False):
+    """The engine reset its prefix cache. Names neither medium nor group, in any version."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class Skipped(msgspec.Struct, frozen=True, gc=False):
+    """An event that was not applied. `cause` is one of a fixed set of metric labels."""
+
+    cause: str
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """One engine step's events, in causal order."""
+
+    ts: float
+    """Engine wall clock, seconds; milliseconds are recognised and converted."""
+    events: list[Event]
+    rank: int | None = None
+    skipped: list[Skipped] = []
+
+
+class _Bad(Exception):
+    def __init__(self, cause: str) -> None:
+        self.cause = cause
+
+
+_decode = msgspec.msgpack.Decoder().decode
+_decode_raw = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_Token = Annotated[int, msgspec.Meta(ge=0)]
+_Tokens = list[_Token]
+_Pairs = list[tuple[_Token, _Token]]
+_UNDECODABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+
+_STORED = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+)
+_REMOVED = ("block_hashes", "medium", "group_idx")
+
+
+def decode_batch(payload: bytes) -> Batch:
+    """Decode one payload frame. Raises MalformedBatch when it is no batch; bad events are skipped and listed."""
+    skipped: list[Skipped] = []
+    try:
+        batch = _decode(payload)
+    except _UNDECODABLE:
+        batch = _salvage(payload, skipped)
+    if not isinstance(batch, list):
+        raise MalformedBatch("not_an_array")
+    if len(batch) < 2:
+        raise MalformedBatch("too_short")
+    ts, raw_events = batch[0], batch[1]
+    rank = batch[2] if len(batch) > 2 else None
+    if isinstance(ts, bool) or not isinstance(ts, (int, float)):
+        raise MalformedBatch("timestamp")
+    if not isinstance(raw_events, list):
+        raise MalformedBatch("events")
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
+        raise MalformedBatch("rank")
+    events: list[Event] = []
+    for raw in raw_events:
+        try:
+            events.append(_event(raw))
+        except _Bad as bad:
+            skipped.append(Skipped(bad.cause))
+    # A Mooncake master sends milliseconds; no clock reads 1e11 seconds before the year 5138.
+    return Batch(ts / 1000 if ts > 1e11 else float(ts), events, rank, skipped)
+
+
+def _salvage(payload: bytes, skipped: list[Skipped]) -> Any:
+    """Cut an undecodable batch into events, so that one with, say, broken UTF-8 costs only itself."""
+    try:
+        parts = _decode_raw(payload)
+        raw_events = _decode_raw(parts[1])
+        head, tail = _decode(parts[0]), [_decode(p) for p in parts[2:3]]
+    except (*_UNDECODABLE, IndexError):
+        raise MalformedBatch("undecodable") from None
+    events = []
+    for raw in raw_events:
+        try:
+            events.append(_decode(raw))
+        except _UNDECODABLE:
+            skipped.append(Skipped("undecodable"))
+    return [head, events, *tail]
+
+
+def _event(raw: Any) -> Event:
+    if isinstance(raw, dict):
+        tag = raw.get("type", raw.get(b"type"))
+        fields = raw
+    elif isinstance(raw, list) and raw:
+        tag, fields = raw[0], None
+    else:
+        raise _Bad("not_an_event")
+    if isinstance(tag, bytes):
+        tag = tag.decode("utf-8", "replace")
+    match tag:
+        case "BlockStored":
+            return _stored(fields if fields is not None else dict(zip(_STORED, raw[1:], strict=False)))
+        case "BlockRemoved":
+            return _removed(fields if fields is not None else dict(zip(_REMOVED, raw[1:], strict=False)))
+        case "AllBlocksCleared":
+            return AllBlocksCleared()
+        case str():
+            raise _Bad("unknown_kind")
+        case _:
+            raise _Bad("not_an_event")
+
+
+def _stored(f: dict[Any, Any]) -> BlockStored:
+    get = f.get
+    hashes = _hashes(get("block_hashes"))
+    tokens, lookahead = _tokens(get("token_ids"))
+    extra = get("extra_keys")
+    if extra is not None and (not isinstance(extra, list) or len(extra) < len(hashes)):
+        raise _Bad("extra_keys")
+    parent = get("parent_block_hash")
+    medium, group = _where(get("medium"), get("group_idx"))
+    if get("locality") == "REMOTE" and medium == "gpu":
+        medium = OTHER_MEDIUM
+    return BlockStored(
+        hashes=hashes,
+        parent=None if parent is None else _hash(parent),
+        tokens=tokens,
+        block_size=_int(get("block_size"), "block_size") or 0,
+        medium=medium,
+        group=group,
+        kind=_text(get("kv_cache_spec_kind"), "kv_cache_spec_kind"),
+        lora_id=_int(get("lora_id"), "lora_id"),
+        lora_name=_text(get("lora_name"), "lora_name"),
+        extra_keys=extra if extra is not None and any(extra) else None,
+        cache_salt=_text(get("cache_salt"), "cache_salt"),
+        lookahead=lookahead or bool(get("lookahead_token_ids")),
+        remote=get("locality") == "REMOTE",
+        session_id=_text(get("session_id"), "session_id"),
+    )
+
+
+def _removed(f: dict[Any, Any]) -> BlockRemoved:
+    medium, group = _where(f.get("medium"), f.get("group_idx"))
+    if f.get("locality") == "REMOTE" and medium == "gpu":
+        medium = OTHER_MEDIUM
+    return BlockRemoved(hashes=_hashes(f.get("block_hashes")), medium=medium, group=group)
+
+
+def _hash(value: Any) -> EngineHash:
+    if type(value) is int:
+        return EngineHash(value & _U64)
+    if isinstance(value, bytes) and len(value) >= 8:
+        return EngineHash(int.from_bytes(value[-8:], "big"))
+    raise _Bad("hash")
+
+
+def _hashes(value: Any) -> list[EngineHash]:
+    if not isinstance(value, list):
+        raise _Bad("block_hashes")
+    return [_hash(v) for v in value]
+
+
+def _tokens(value: Any) -> tuple[list[int], bool]:
+    """Flat token ids, and whether they came as (token, next token) pairs (SGLang with EAGLE)."""
+    if value is None:
+        return [], False
+    try:
+        if isinstance(value, list) and value and isinstance(value[0], list):
+            return [first for first, _ in msgspec.convert(value, _Pairs)], True
+        return msgspec.convert(value, _Tokens), False
+    except msgspec.ValidationError:
+        raise _Bad("token_ids") from None
+
+
+def _where(medium: Any, group: Any) -> tuple[str, int]:
+    if medium is None:
+        name = "gpu"
+    elif isinstance(medium, (str, bytes)):
+        name = (medium if isinstance(medium, str) else medium.decode("utf-8", "replace")).lower()
+        if name not in _TIERS:
+            name = OTHER_MEDIUM
+    else:
+        raise _Bad("medium")
+    if group is None:
+        return name, 0
+    # A group that is not an index (a Mooncake master's opaque text) belongs to no attention group of ours.
+    if type(group) is not int or not 0 <= group < MAX_GROUPS:
+        raise _Bad("group_idx")
+    return name, group
+
+
+def _int(value: Any, cause: str) -> int | None:
+    if value is None or type(value) is int:
+        return value
+    raise _Bad(cause)
+
+
+def _text(value: Any, cause: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    raise _Bad(cause)
+
+
+def block_tokens(event: BlockStored) -> Sequence[Sequence[int]] | None:
+    """The event's tokens cut per block, or None when they do not line up with its hashes (masked groups)."""
+    size, tokens = event.block_size, event.tokens
+    if size <= 0 or len(tokens) != size * len(event.hashes):
+        return None
+    return [tokens[i : i + size] for i in range(0, len(tokens), size)]

@@ -1,0 +1,205 @@
+"""Canonical block hashes: what names a KV block, and everything that must agree for KV to be reusable.
+
+Strategy. A block's hash is ``SHA-256(CBOR([parent hash, token ids, extra keys]))`` in canonical CBOR,
+byte for byte what vLLM's ``sha256_cbor`` computes (0.10.2 and later) for text, and what 0.33 computes for
+media and cache salts. The first block's parent is the *none-hash*, derived from a seed text, so two
+processes that share the seed share every hash.
+
+Where we differ from vLLM on purpose: since 0.31 vLLM hashes a LoRA adapter as ``["lora", name, path]``;
+the path is a detail of one pod and never on the wire, so ours is ``["lora", name]``. Blocks under an
+adapter therefore have other hashes here than inside such an engine, consistently on both sides of the index.
+
+Invariants: a chain's i-th key depends on nothing but the namespace, the first (i+1)·block_size tokens and the
+extra keys that overlap them; extending a chain never changes a key it already gave out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NewType
+
+import cbor2
+import msgspec
+
+from .errors import UnhashableBlock
+
+BlockHash = NewType("BlockHash", bytes)
+"""32 bytes: the canonical hash of a block and, through its parent, of its whole prefix."""
+BlockKey = NewType("BlockKey", bytes)
+"""8 bytes: the low 64 bits of a BlockHash, big endian, as vLLM truncates it for events."""
+NamespaceId = NewType("NamespaceId", str)
+"""16 hex digits: digest of a Namespace, used in store keys and metric labels."""
+
+KEY_BYTES = 8
+MAX_BLOCK_SIZE = 4096
+DEFAULT_HASH_SEED = "0"
+
+_sha256 = hashlib.sha256
+_cbor = cbor2.dumps
+
+BlockSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]
+
+
+class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that must agree for KV blocks to be reusable. Two different namespaces never share a key.
+
+    Free-text fields are compared verbatim; leave one empty when the whole fleet agrees on it anyway.
+    """
+
+    model: str
+    """Model name as clients send it."""
+    block_size: BlockSize = 16
+    """Tokens per index block."""
+    hash_seed: str = DEFAULT_HASH_SEED
+    """Text the none-hash is derived from; set the engines' PYTHONHASHSEED to the same text for parity."""
+    hash_algorithm: Literal["sha256_cbor"] = "sha256_cbor"
+    revision: str = ""
+    """Model weights revision."""
+    tokenizer: str = ""
+    """Tokenizer and chat template revision."""
+    attention: str = ""
+    """Attention and position configuration (RoPE scaling, sliding window, …)."""
+    kv_dtype: str = ""
+    kv_layout: str = ""
+
+    @property
+    def id(self) -> NamespaceId:
+        """Digest over every field, in declaration order."""
+        fields = [[name, getattr(self, name)] for name in self.__struct_fields__]
+        return NamespaceId(_sha256(_cbor(fields, canonical=True)).hexdigest()[:16])
+
+    @property
+    def root(self) -> BlockHash:
+        """Parent of every first block."""
+        return none_hash(self.hash_seed)
+
+
+def none_hash(seed: str) -> BlockHash:
+    """Parent hash of every first block: SHA-256 over the CBOR of the seed *text* (`"0"`, not 0)."""
+    return BlockHash(_sha256(_cbor(seed, canonical=True)).digest())
+
+
+def block_hash(parent: bytes, tokens: Sequence[int], extra_keys: Sequence[Any] | None = None) -> BlockHash:
+    """Canonical hash of one full block.
+
+    parent: 32 bytes, the preceding block's hash or the none-hash. tokens: exactly block_size ids.
+    extra_keys: tagged entries in the order lora, mm, cache_salt, prompt_embeds; None when there are none.
+    Source: vLLM 0.33 `hash_block_tokens` with `sha256_cbor`.
+    """
+    extra = None if not extra_keys else list(extra_keys)
+    return BlockHash(_sha256(_cbor([parent, tokens, extra], canonical=True)).digest())
+
+
+def block_key(digest: bytes) -> BlockKey:
+    """The 8-byte name of a block."""
+    return BlockKey(digest[-KEY_BYTES:])
+
+
+class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One multimodal input in a prompt: its content identifier and the token span it occupies."""
+
+    identifier: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+    offset: Annotated[int, msgspec.Meta(ge=0)]
+    length: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class PromptExtras(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prompt's blocks depend on besides its tokens."""
+
+    lora: str | None = None
+    media: tuple[MediaItem, ...] = ()
+    """Sorted by offset."""
+    cache_salt: str | None = None
+
+    def for_block(self, start: int, end: int) -> list[Any] | None:
+        """Tagged extra keys of the block covering tokens [start, end), or None when there are none.
+
+        A media item belongs to every block it overlaps, with its offset relative to the block's start
+        (negative in continuation blocks); the salt enters the first block only and is chained from there.
+        """
+        keys: list[Any] = []
+        if self.lora:
+            keys.append(["lora", self.lora])
+        for item in self.media:
+            if item.offset >= end:
+                break
+            if item.offset + item.length > start:
+                keys.append(["mm", item.identifier, item.offset - start])
+        if start == 0 and self.cache_salt:
+            keys.append(["cache_salt", self.cache_salt])
+        return keys or None
+
+
+NO_EXTRAS = PromptExtras()
+
+
+class Chain:
+    """The block keys of one prompt, hashed only as far as somebody asks.
+
+    A lookup that stops at the first miss pays for the matched prefix plus one chunk, not for the prompt.
+    """
+
+    __slots__ = ("_extras", "_hash", "_keys", "_tokens", "block_size", "blocks")
+
+    def __init__(
+        self, root: BlockHash, block_size: int, tokens: Sequence[int], extras: PromptExtras = NO_EXTRAS
+    ) -> None:
+        """tokens: the whole prompt; only its ⌊len/block_size⌋ full blocks have keys."""
+        self.block_size = block_size
+        self.blocks = len(tokens) // block_size
+        self._tokens = tokens
+        self._extras = None if extras == NO_EXTRAS else extras
+        self._hash: bytes = root
+        self._keys: list[BlockKey] = []
+
+    def keys(self, count: int) -> list[BlockKey]:
+        """At least the first min(count, blocks) keys, in order. The list is the chain's own: do not change it."""
+        keys, size, extras = self._keys, self.block_size, self._extras
+        count = min(count, self.blocks)
+        parent = self._hash
+        for i in range(len(keys), count):
+            start = i * size
+            extra = extras.for_block(start, start + size) if extras is not None else None
+            parent = _sha256(_cbor([parent, self._tokens[start : start + size], extra], canonical=True)).digest()
+            keys.append(BlockKey(parent[-KEY_BYTES:]))
+        self._hash = parent
+        return keys
+
+
+def event_extra_keys(
+    raw: Sequence[Any] | None, *, lora_name: str | None, lora_id: int | None, first: bool, salt: str | None
+) -> list[Any] | None:
+    """Tagged extra keys of one block, from what an event publishes about it (wire-format notes: 2.5, 3.3).
+
+    raw: the event's untagged `extra_keys` entry for this block. first: the block starts at token 0.
+    salt: a `cache_salt` the event names itself (SGLang).
+    Raises UnhashableBlock where the wire leaves the inputs open; a guess could match a prompt it must not.
+    """
+    if lora_id is not None and not lora_name:
+        raise UnhashableBlock("lora_without_name")
+    keys: list[Any] = []
+    media: list[Any] = []
+    embeds: list[Any] = []
+    if lora_name:
+        keys.append(["lora", lora_name])
+    for entry in raw or ():
+        match entry:
+            case str() if entry == lora_name:
+                continue
+            case str() if first and salt is None:
+                salt = entry
+            case str():
+                # vLLM 0.17 and 0.18 publish media identifiers without their offset.
+                raise UnhashableBlock("media_without_offset")
+            case bytes():
+                embeds.append(["prompt_embeds", entry])
+            case [str() as identifier, int() as offset]:
+                media.append(["mm", identifier, offset])
+            case _:
+                raise UnhashableBlock("unknown_extra_key")
+    keys += media
+    if first and salt:
+        keys.append(["cache_salt", salt])
+    keys += embeds
+    return keys or None

@@ -1,0 +1,1 @@
+"""Tools run by the command line: the local stack, the demo, benchmarks."""
