@@ -4,16 +4,21 @@ Strategy. A batch is a positional msgpack array ``[ts, events, rank?]``; an even
 ``[tag, field, …]`` (vLLM ≤ 0.23, SGLang ≤ 0.5.18) or a map with a ``type`` key (later). Both are decoded
 generically and normalised field by field, so longer arrays, shorter arrays, unknown keys, unknown kinds and
 any header width are fine. One bad event costs itself, never its neighbours: it lands in `Batch.skipped` with a
-cause. Only a payload that is no batch at all raises MalformedBatch.
+cause. Only a payload that is no batch at all raises MalformedBatch (which includes nesting deeper than the
+interpreter's recursion limit: no engine nests deeper than six).
 
-Invariants: hashes are unsigned 64-bit; `medium` is lower case and never None; `tokens` is a flat list of
-non-negative ints; nothing here looks at token values, and no error text carries them.
+A field that names the block (hashes, tokens, adapter, salt, extra keys) is never repaired or guessed: a wrong type
+there skips the event, since a block indexed under the wrong name could match a prompt it must not.
+
+Invariants: hashes are unsigned 64-bit; `medium` is lower case and never None; `tokens` is a flat list of ints in
+[0, 2^64); `ts` is finite; nothing here looks at token values, and no error text carries anything from the payload.
+Cost is linear in the payload, whatever lengths it declares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NewType
+from typing import Annotated, Any, NewType, cast
 
 import msgspec
 
@@ -26,6 +31,9 @@ EngineHash = NewType("EngineHash", int)
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 MAX_GROUPS = 64
 """Cache groups per engine we accept; hybrid models have a handful."""
+MAX_RANK = 65_535
+MAX_PAYLOAD_BYTES = 32 << 20
+"""Larger payloads are refused unread. A store of a million tokens takes 5 MB."""
 
 FULL_ATTENTION_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 """Group kinds whose blocks form a prefix chain. A nil kind means an engine that has only one group."""
@@ -54,6 +62,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Blocks that became findable, one physical copy each, in chain order."""
 
     hashes: list[EngineHash]
+    """May be empty, when a masked group announces none of a step's blocks."""
     parent: EngineHash | None
     """Hash of the block before the first one; None for a block that starts the prompt, or if unpublished."""
     tokens: list[int]
@@ -72,6 +81,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     lookahead: bool = False
     """The hashes also cover tokens past the block (speculative decoding): same text, other hash."""
     remote: bool = False
+    """The copy is not in this engine's own memory; its `medium` is then never `gpu`."""
     session_id: str | None = None
 
 
@@ -100,7 +110,8 @@ class Batch(msgspec.Struct, frozen=True):
     """One engine step's events, in causal order."""
 
     ts: float
-    """Engine wall clock, seconds; milliseconds are recognised and converted."""
+    """Engine wall clock, seconds since 1970; milliseconds are recognised and converted. 0.0 when the engine sent none
+    that a clock could show (NaN, infinite, negative): events are worth more than their time."""
     events: list[Event]
     rank: int | None = None
     skipped: list[Skipped] = []
@@ -111,11 +122,19 @@ class _Bad(Exception):
         self.cause = cause
 
 
+_Token = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _FlatTokens(msgspec.Struct):
+    ids: list[_Token]
+
+
+class _TokenPairs(msgspec.Struct):
+    ids: list[tuple[_Token, _Token]]
+
+
 _decode = msgspec.msgpack.Decoder().decode
 _decode_raw = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
-_Token = Annotated[int, msgspec.Meta(ge=0)]
-_Tokens = list[_Token]
-_Pairs = list[tuple[_Token, _Token]]
 _UNDECODABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 _STORED = (
@@ -132,10 +151,17 @@ _STORED = (
     "kv_cache_spec_sliding_window",
 )
 _REMOVED = ("block_hashes", "medium", "group_idx")
+_RFC1527_TAGS = {"stored": "BlockStored", "removed": "BlockRemoved", "cleared": "AllBlocksCleared"}
+_RFC1527_FIELDS = {"seq_hashes": "block_hashes", "parent_hash": "parent_block_hash"}
+
+# No clock reads 1e11 seconds before the year 5138: above it, a timestamp is in milliseconds.
+_MAX_SECONDS = 1e11
 
 
 def decode_batch(payload: bytes) -> Batch:
     """Decode one payload frame. Raises MalformedBatch when it is no batch; bad events are skipped and listed."""
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise MalformedBatch("too_large")
     skipped: list[Skipped] = []
     try:
         batch = _decode(payload)
@@ -147,11 +173,11 @@ def decode_batch(payload: bytes) -> Batch:
         raise MalformedBatch("too_short")
     ts, raw_events = batch[0], batch[1]
     rank = batch[2] if len(batch) > 2 else None
-    if isinstance(ts, bool) or not isinstance(ts, (int, float)):
+    if type(ts) is not float and type(ts) is not int:
         raise MalformedBatch("timestamp")
     if not isinstance(raw_events, list):
         raise MalformedBatch("events")
-    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
+    if rank is not None and (type(rank) is not int or not 0 <= rank <= MAX_RANK):
         raise MalformedBatch("rank")
     events: list[Event] = []
     for raw in raw_events:
@@ -159,8 +185,13 @@ def decode_batch(payload: bytes) -> Batch:
             events.append(_event(raw))
         except _Bad as bad:
             skipped.append(Skipped(bad.cause))
-    # A Mooncake master sends milliseconds; no clock reads 1e11 seconds before the year 5138.
-    return Batch(ts / 1000 if ts > 1e11 else float(ts), events, rank, skipped)
+    return Batch(_seconds(ts), events, rank, skipped)
+
+
+def _seconds(ts: float) -> float:
+    seconds = ts / 1000 if ts > _MAX_SECONDS else float(ts)
+    # The comparison is false for NaN, too.
+    return seconds if 0.0 <= seconds <= _MAX_SECONDS else 0.0
 
 
 def _salvage(payload: bytes, skipped: list[Skipped]) -> Any:
@@ -182,8 +213,10 @@ def _salvage(payload: bytes, skipped: list[Skipped]) -> Any:
 
 def _event(raw: Any) -> Event:
     if isinstance(raw, dict):
-        tag = raw.get("type", raw.get(b"type"))
         fields = raw
+        tag = raw.get("type")
+        if tag is None:
+            tag, fields = _renamed(raw)
     elif isinstance(raw, list) and raw:
         tag, fields = raw[0], None
     else:
@@ -203,39 +236,51 @@ def _event(raw: Any) -> Event:
             raise _Bad("not_an_event")
 
 
+def _renamed(raw: dict[Any, Any]) -> tuple[Any, dict[Any, Any]]:
+    """Tag and fields of a map without a `type` key: its keys are binary, or it speaks RFC 1527 only.
+
+    A Mooncake master can be told not to add vLLM's names (`type`, `block_hashes`, …) to its own.
+    """
+    fields = {k.decode("utf-8", "replace") if isinstance(k, bytes) else k: v for k, v in raw.items()}
+    tag = fields.get("type")
+    if tag is None:
+        kind = _text(fields.get("event_type"), "not_an_event")
+        tag = None if kind is None else _RFC1527_TAGS.get(kind, kind)
+        for theirs, ours in _RFC1527_FIELDS.items():
+            if ours not in fields:
+                fields[ours] = fields.get(theirs)
+    return tag, fields
+
+
 def _stored(f: dict[Any, Any]) -> BlockStored:
     get = f.get
     hashes = _hashes(get("block_hashes"))
-    tokens, lookahead = _tokens(get("token_ids"))
-    extra = get("extra_keys")
-    if extra is not None and (not isinstance(extra, list) or len(extra) < len(hashes)):
-        raise _Bad("extra_keys")
     parent = get("parent_block_hash")
-    medium, group = _where(get("medium"), get("group_idx"))
-    if get("locality") == "REMOTE" and medium == "gpu":
-        medium = OTHER_MEDIUM
+    tokens, paired = _tokens(get("token_ids"))
+    block_size = _int(get("block_size"), "block_size") or 0
+    if block_size < 0:
+        raise _Bad("block_size")
+    medium, group, remote = _where(f)
     return BlockStored(
         hashes=hashes,
         parent=None if parent is None else _hash(parent),
         tokens=tokens,
-        block_size=_int(get("block_size"), "block_size") or 0,
+        block_size=block_size,
         medium=medium,
         group=group,
         kind=_text(get("kv_cache_spec_kind"), "kv_cache_spec_kind"),
         lora_id=_int(get("lora_id"), "lora_id"),
         lora_name=_text(get("lora_name"), "lora_name"),
-        extra_keys=extra if extra is not None and any(extra) else None,
+        extra_keys=_extra_keys(get("extra_keys"), len(hashes)),
         cache_salt=_text(get("cache_salt"), "cache_salt"),
-        lookahead=lookahead or bool(get("lookahead_token_ids")),
-        remote=get("locality") == "REMOTE",
+        lookahead=paired or bool(get("lookahead_token_ids")),
+        remote=remote,
         session_id=_text(get("session_id"), "session_id"),
     )
 
 
 def _removed(f: dict[Any, Any]) -> BlockRemoved:
-    medium, group = _where(f.get("medium"), f.get("group_idx"))
-    if f.get("locality") == "REMOTE" and medium == "gpu":
-        medium = OTHER_MEDIUM
+    medium, group, _ = _where(f)
     return BlockRemoved(hashes=_hashes(f.get("block_hashes")), medium=medium, group=group)
 
 
@@ -250,36 +295,58 @@ def _hash(value: Any) -> EngineHash:
 def _hashes(value: Any) -> list[EngineHash]:
     if not isinstance(value, list):
         raise _Bad("block_hashes")
-    return [_hash(v) for v in value]
+    # Inline for the common case, and without calling the NewType: both calls cost more than the reduction itself.
+    hashes = [v & _U64 if type(v) is int else _hash(v) for v in value]
+    return cast("list[EngineHash]", hashes)
 
 
 def _tokens(value: Any) -> tuple[list[int], bool]:
     """Flat token ids, and whether they came as (token, next token) pairs (SGLang with EAGLE)."""
-    if value is None:
+    if not value and (value is None or isinstance(value, list)):
         return [], False
     try:
-        if isinstance(value, list) and value and isinstance(value[0], list):
-            return [first for first, _ in msgspec.convert(value, _Pairs)], True
-        return msgspec.convert(value, _Tokens), False
+        # Through a struct, because msgspec keeps the compiled type there; a bare list type is compiled per call.
+        if isinstance(value, list) and isinstance(value[0], list):
+            return [first for first, _ in msgspec.convert({"ids": value}, _TokenPairs).ids], True
+        return msgspec.convert({"ids": value}, _FlatTokens).ids, False
     except msgspec.ValidationError:
         raise _Bad("token_ids") from None
 
 
-def _where(medium: Any, group: Any) -> tuple[str, int]:
+def _extra_keys(value: Any, hashes: int) -> list[Any] | None:
+    """One entry per hash, each None or a list. None when no block has any.
+
+    Masked groups may list more entries than hashes; fewer would leave a block's inputs open.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) < hashes:
+        raise _Bad("extra_keys")
+    if value.count(None) == len(value):
+        return None
+    for entry in value:
+        if entry is not None and not isinstance(entry, list):
+            raise _Bad("extra_keys")
+    return value if any(value) else None
+
+
+def _where(f: dict[Any, Any]) -> tuple[str, int, bool]:
+    """Medium, group and whether the copy is remote. A remote copy is never taken for the engine's GPU memory."""
+    medium, group, locality = f.get("medium"), f.get("group_idx"), f.get("locality")
     if medium is None:
         name = "gpu"
-    elif isinstance(medium, (str, bytes)):
-        name = (medium if isinstance(medium, str) else medium.decode("utf-8", "replace")).lower()
+    else:
+        name = (_text(medium, "medium") or "").lower()
         if name not in _TIERS:
             name = OTHER_MEDIUM
-    else:
-        raise _Bad("medium")
+    remote = locality is not None and (_text(locality, "locality") or "").upper() != "LOCAL"
+    if remote and name == "gpu":
+        name = OTHER_MEDIUM
     if group is None:
-        return name, 0
-    # A group that is not an index (a Mooncake master's opaque text) belongs to no attention group of ours.
+        return name, 0, remote
     if type(group) is not int or not 0 <= group < MAX_GROUPS:
         raise _Bad("group_idx")
-    return name, group
+    return name, group, remote
 
 
 def _int(value: Any, cause: str) -> int | None:
@@ -289,10 +356,13 @@ def _int(value: Any, cause: str) -> int | None:
 
 
 def _text(value: Any, cause: str) -> str | None:
-    if value is None or isinstance(value, str):
+    if value is None or type(value) is str:
         return value
     if isinstance(value, bytes):
-        return value.decode("utf-8", "replace")
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise _Bad(cause) from None
     raise _Bad(cause)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Literal, NewType
 
 import cbor2
@@ -109,8 +110,12 @@ class PromptExtras(msgspec.Struct, frozen=True, kw_only=True):
 
     lora: str | None = None
     media: tuple[MediaItem, ...] = ()
-    """Sorted by offset."""
+    """Kept sorted by offset, whatever order they are given in: their order enters the hash."""
     cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        if any(a.offset > b.offset for a, b in pairwise(self.media)):
+            msgspec.structs.force_setattr(self, "media", tuple(sorted(self.media, key=lambda item: item.offset)))
 
     def for_block(self, start: int, end: int) -> list[Any] | None:
         """Tagged extra keys of the block covering tokens [start, end), or None when there are none.
@@ -178,15 +183,17 @@ def event_extra_keys(
     """
     if lora_id is not None and not lora_name:
         raise UnhashableBlock("lora_without_name")
+    entries = list(raw or ())
     keys: list[Any] = []
     media: list[Any] = []
     embeds: list[Any] = []
     if lora_name:
         keys.append(["lora", lora_name])
-    for entry in raw or ():
+        # The adapter comes first, once. Only that entry is its name: a salt of the same text must not vanish with it.
+        if entries and entries[0] == lora_name:
+            del entries[0]
+    for entry in entries:
         match entry:
-            case str() if entry == lora_name:
-                continue
             case str() if first and salt is None:
                 salt = entry
             case str():
@@ -194,7 +201,7 @@ def event_extra_keys(
                 raise UnhashableBlock("media_without_offset")
             case bytes():
                 embeds.append(["prompt_embeds", entry])
-            case [str() as identifier, int() as offset]:
+            case [str() as identifier, int() as offset] if not isinstance(offset, bool):
                 media.append(["mm", identifier, offset])
             case _:
                 raise UnhashableBlock("unknown_extra_key")

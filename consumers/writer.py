@@ -1,0 +1,301 @@
+"""Writes one replica's inventory into the index, holds its lease, and knows when it has been superseded.
+
+Strategy. There is one way to publish: take a claim (a new incarnation), write the whole attached part, then move the
+pointer; from there on write deltas. A restart, a clear, a lost registration or a store that came back empty all lead
+back to that one path, so none of them needs a way of its own.
+
+Invariants: one write is in flight at a time; `pending` holds, per block, the newest state not yet acknowledged, so a
+failed write loses nothing. Nothing is written under an incarnation that is not the newest claim of this owner.
+
+Bound: when more than MAX_PENDING block states wait (the store has been away for long), the claim is dropped and with
+it what waits; the inventory has it all and is published anew when the store is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from ..proto.errors import StoreError, StoreRefused, Superseded
+from ..proto.hashing import BlockKey
+from ..proto.index import BlockWrite, Claim, Index, PageHead, ReplicaSpec, ReplicaStatus
+from .inventory import Delta, Inventory
+
+URGENT_BLOCKS: Final = 4
+"""A delta of this many blocks (a prefill) is written at once; fewer (decoding) may wait for company."""
+LINGER_S: Final = 0.1
+CHUNK: Final = 4096
+"""Blocks per write call."""
+MAX_PENDING: Final = 1_000_000
+BACKOFF_S: Final = (0.05, 2.0)
+"""First and longest pause after a failed call; doubles in between."""
+REFRESH_PAGES: Final = 64
+"""Pages verified per call."""
+
+
+class WriterStats(msgspec.Struct):
+    """Running totals; shown as metrics under the same names."""
+
+    written: int = 0
+    """Block states acknowledged by the store."""
+    flushes: int = 0
+    failures: int = 0
+    """Calls the store did not complete; their blocks stayed pending."""
+    refused: int = 0
+    """Of those, calls the store refused (full, or unfit)."""
+    claims: int = 0
+    superseded: int = 0
+    refreshed: int = 0
+    """Block states verified."""
+    repaired: int = 0
+    """Verified states that were wrong in the store, and mended."""
+
+
+class IndexWriter:
+    """One replica's side of the index contract."""
+
+    def __init__(
+        self,
+        index: Index,
+        spec: ReplicaSpec,
+        inventory: Inventory,
+        *,
+        owner: str,
+        status: Callable[[], ReplicaStatus],
+        synced: Callable[[], bool],
+        lease_s: float = 10.0,
+        refresh_s: float = 60.0,
+        linger_s: float = LINGER_S,
+    ) -> None:
+        """status: what to report with the next renewal. synced: history is applied as far as it will ever be, so the
+        pointer may move to a takeover's new incarnation. refresh_s: how often every page is verified. linger_s: how
+        long a few single blocks may wait for company."""
+        self.stats = WriterStats()
+        self.claim: Claim | None = None
+        self.active = False
+        """The registry points at this claim."""
+        self.standby = False
+        """Another owner holds the registration; we wait for its lease to end."""
+        self.lag_s = 0.0
+        """Engine time to acknowledged write, for the newest batch of the last flush."""
+        self._index, self._spec, self._inventory = index, spec, inventory
+        self._owner, self._status, self._synced = owner, status, synced
+        self._lease_s, self._refresh_s, self._linger_s = lease_s, refresh_s, linger_s
+        self._pending: dict[BlockKey, BlockWrite] = {}
+        self._fresh_life = False
+        self._version = 0
+        self._wake = asyncio.Event()
+        self._renew = asyncio.Event()
+        self._urgent = False
+        self._newest_ts: float | None = None
+        self._touched: set[PageHead] | None = None
+
+    # ---- in -----------------------------------------------------------------------------------------------------
+
+    def submit(self, delta: Delta, ts: float | None) -> None:
+        """Take over what changed. Never blocks. ts: engine time of the batch."""
+        if delta.reset:
+            self._fresh_life = True
+            self._pending.clear()
+        if delta.writes and ts is not None:
+            self._newest_ts = ts
+        if self.claim is None:
+            self._wake.set()
+            return  # publishing starts from the inventory, which has this already
+        for write in delta.writes:
+            self._pending[write.key] = write
+        if self._touched is not None:
+            self._touched.update(write.head for write in delta.writes)
+        if len(self._pending) > MAX_PENDING:
+            self._drop_claim()
+        if delta.reset or len(self._pending) >= URGENT_BLOCKS:
+            self._urgent = True
+            self._wake.set()
+        elif self._pending:
+            self._wake.set()
+
+    def status_changed(self) -> None:
+        """Report the state with the next turn of the loop, not with the next scheduled renewal."""
+        self._renew.set()
+        self._wake.set()
+
+    @property
+    def pending(self) -> int:
+        """Block states not yet acknowledged."""
+        return len(self._pending)
+
+    @property
+    def idle(self) -> bool:
+        """Everything applied so far is in the index and counts."""
+        return self.active and not self._pending and not self._fresh_life
+
+    # ---- loops --------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until cancelled. The registration is left to its lease; call `release` for a farewell."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._write_loop())
+            tasks.create_task(self._renew_loop())
+            tasks.create_task(self._refresh_loop())
+
+    async def release(self) -> None:
+        """Deregister: the replica's blocks stop counting at once."""
+        with contextlib.suppress(StoreError):
+            await self._index.release(self._spec.ref, owner=self._owner)
+
+    async def _write_loop(self) -> None:
+        backoff = BACKOFF_S[0]
+        while True:
+            try:
+                if self.claim is None or self._fresh_life:
+                    await self._publish()
+                elif self._pending:
+                    await self._flush()
+                if not self.active and self.claim is not None and self._synced() and not self._pending:
+                    await self._activate()
+                backoff = BACKOFF_S[0]
+            except Superseded:
+                await self._stand_by()
+            except StoreError as error:
+                self.stats.failures += 1
+                self.stats.refused += isinstance(error, StoreRefused)
+                await asyncio.sleep(backoff)
+                backoff = min(backoff * 2, BACKOFF_S[1])
+                continue
+            await self._next_turn()
+
+    async def _next_turn(self) -> None:
+        """Sleep until there is something to write; let a few single blocks gather."""
+        if self.claim is None or self._fresh_life or (not self.active and self._synced() and not self._pending):
+            return
+        await self._wake.wait()
+        if not self._urgent:
+            # Wakes early when a prefill comes in meanwhile.
+            self._wake.clear()
+            deadline = time.monotonic() + self._linger_s
+            while not self._urgent and (left := deadline - time.monotonic()) > 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), left)
+                self._wake.clear()
+        self._wake.clear()
+        self._urgent = False
+
+    async def _publish(self) -> None:
+        """Begin a new incarnation with the whole attached part."""
+        fresh = self._fresh_life
+        claim = await self._index.claim(self._spec, owner=self._owner, lease_s=self._lease_s, activate=fresh)
+        self.stats.claims += 1
+        if self._fresh_life and not fresh:
+            return  # the engine restarted meanwhile: the pointer must move at once, so claim again
+        # From here no await until the snapshot is taken, so the deltas that follow are exactly what it lacks.
+        self._fresh_life = False
+        self.claim, self.active, self.standby = claim, fresh, False
+        self._version = 0
+        self._pending = {write.key: write for write in self._inventory.attached_writes()}
+        self._renew.set()
+        if claim.previous is None and not fresh:
+            await self._activate()
+        if self._pending:
+            await self._flush()
+
+    async def _activate(self) -> None:
+        assert self.claim is not None
+        await self._index.activate(self._spec.ref, owner=self._owner, incarnation=self.claim.incarnation)
+        self.active = True
+        self._renew.set()
+
+    async def _flush(self) -> None:
+        """Write everything pending, as of now. On failure it is pending again, unless something newer came."""
+        claim, ts = self.claim, self._newest_ts
+        assert claim is not None
+        todo, self._pending = self._pending, {}
+        appear = sorted((w for w in todo.values() if w.tiers), key=lambda w: w.depth)
+        vanish = sorted((w for w in todo.values() if not w.tiers), key=lambda w: -w.depth)
+        blocks = appear + vanish
+        done = 0
+        try:
+            while done < len(blocks):
+                if self._fresh_life or self.claim is not claim:
+                    return  # these belong to a life, or a claim, that just ended
+                self._version += 1
+                await self._index.write(claim.incarnation, self._version, blocks[done : done + CHUNK])
+                done = min(done + CHUNK, len(blocks))
+        finally:
+            self.stats.written += done
+            if done < len(blocks) and not self._fresh_life and self.claim is claim:
+                for write in blocks[done:]:
+                    self._pending.setdefault(write.key, write)
+        self.stats.flushes += 1
+        if ts is not None:
+            self.lag_s = max(0.0, time.time() - ts)
+
+    async def _renew_loop(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._renew.wait(), self._lease_s / 3)
+            self._renew.clear()
+            if not self.active:
+                self._wake.set()  # whether the pointer may move by now is asked in the write loop
+            if self.claim is None:
+                continue
+            try:
+                await self._index.renew(
+                    self._spec.ref,
+                    owner=self._owner,
+                    incarnation=self.claim.incarnation,
+                    status=self._status(),
+                    lease_s=self._lease_s,
+                )
+            except Superseded:
+                # Another owner, an operator's DELETE, or a store that lost its data: the claim decides which.
+                if not self._fresh_life:
+                    self.stats.superseded += 1
+                    self._drop_claim()
+            except StoreError:
+                self.stats.failures += 1
+
+    def _drop_claim(self) -> None:
+        self.claim, self.active = None, False
+        self._pending.clear()
+        self._wake.set()
+
+    async def _stand_by(self) -> None:
+        if not self.standby:
+            self.stats.superseded += 1
+        self.standby = True
+        self._drop_claim()
+        await asyncio.sleep(self._lease_s / 3)
+
+    async def _refresh_loop(self) -> None:
+        """Verify every page once per `refresh_s`: renew its TTL, mend what the store lost or brought back."""
+        while True:
+            await asyncio.sleep(self._refresh_s)
+            try:
+                await self._refresh()
+            except (StoreError, Superseded):
+                self.stats.failures += 1
+            finally:
+                self._touched = None
+
+    async def _refresh(self) -> None:
+        # Pages written after this line are left out of the round: their verified content would be older.
+        self._touched = {write.head for write in self._pending.values()}
+        claim = self.claim
+        pages: dict[PageHead, list[BlockWrite]] = {}
+        for write in list(self._inventory.attached_writes()):
+            pages.setdefault(write.head, []).append(write)
+        heads = list(pages)
+        for at in range(0, len(heads), REFRESH_PAGES):
+            if claim is None or self.claim is not claim or self._fresh_life:
+                return
+            blocks = [w for h in heads[at : at + REFRESH_PAGES] if h not in self._touched for w in pages[h]]
+            if blocks:
+                self._version += 1
+                self.stats.repaired += await self._index.refresh(claim.incarnation, self._version, blocks)
+                self.stats.refreshed += len(blocks)
+            await asyncio.sleep(0)
