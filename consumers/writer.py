@@ -79,6 +79,8 @@ class IndexWriter:
         self.claim: Claim | None = None
         self.active = False
         """The registry points at this claim."""
+        self.registered = asyncio.Event()
+        """Set once the first claim was granted."""
         self.standby = False
         """Another owner holds the registration; we wait for its lease to end."""
         self.lag_s = 0.0
@@ -195,6 +197,7 @@ class IndexWriter:
         # From here no await until the snapshot is taken, so the deltas that follow are exactly what it lacks.
         self._fresh_life = False
         self.claim, self.active, self.standby = claim, fresh, False
+        self.registered.set()
         self._version = 0
         self._pending = {write.key: write for write in self._inventory.attached_writes()}
         self._renew.set()
