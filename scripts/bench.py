@@ -144,12 +144,7 @@ def _consuming(rng: random.Random) -> list[Figure]:
         ("consume a decode batch of 1", decodes, 1),
         ("consume a removal of 1", removals, 1),
     ):
-        queue = iter(payloads)
-        figures.append(
-            Figure(
-                what, "block", _median(lambda q=queue: inventory.apply(decode_batch(next(q))), len(payloads)) / blocks
-            )  # type: ignore[misc]
-        )
+        figures.append(Figure(what, "block", _median(partial(consume, iter(payloads)), len(payloads)) / blocks))
     return figures
 
 
