@@ -172,8 +172,7 @@ _refresh = click.option(
 
 
 def _run(log_level: str, main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Run one process until a signal, or its parent's end, asks it to stop. Errors raised on purpose end it in one
-    line."""
+    """Run one process until a signal, or its parent's end, asks it to stop."""
     logging.basicConfig(
         level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
@@ -195,7 +194,7 @@ def _run(log_level: str, main: Callable[[asyncio.Event], Coroutine[Any, Any, Non
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        raise click.ClickException(str(error)) from None
+        raise error from None
 
 
 def _parent_watch(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
@@ -242,13 +241,24 @@ def _router_config(context: click.Context, **options: Any) -> RouterConfig:
 # Commands
 
 
+class _Program(click.Group):
+    """A group whose commands end in one line, not in a traceback, on errors raised on purpose."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MetatrieError as error:
+            raise click.ClickException(str(error)) from None
+
+
 @click.group(
+    cls=_Program,
     context_settings={
         "auto_envvar_prefix": "METATRIE",
         "show_default": True,
         "help_option_names": ["-h", "--help"],
         "max_content_width": 110,
-    }
+    },
 )
 @click.version_option(__version__, prog_name="metatrie")
 def main() -> None:
@@ -372,6 +382,8 @@ def sidecar(
             raise click.UsageError(f"--{missing} is not set; pass it, or list engines in the file's [[replicas]]")
         listed = [{"replica": replica, "events": events, **options}]
     replicas = _structured(_REPLICAS_TABLE, tuple[ReplicaConfig, ...], listed)
+    for one in replicas:
+        rule_for(one.engine)  # refuses an unknown family before anything is started
 
     def ready(server: HttpServer) -> None:
         _ready("sidecar", url=server.url)
