@@ -1,21 +1,13 @@
-"""The `metatrie` command: settings in, parts composed, processes run. The only place that knows all packages.
+"""The `metatrie` command: parts composed into processes. The only place that knows all packages.
 
-Every option can come from the command line, from the environment (`METATRIE_<COMMAND>_<OPTION>`), or from a TOML file
-(`--config`): a table named for the command, or a top-level key that several commands share. The command line wins
-over the environment, which wins over the file.
+A tool with a command of its own keeps it beside its code, in scripts/; what commands share is scripts/cli.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import signal
-import sys
-import tomllib
-from collections.abc import Callable, Coroutine, Mapping
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import click
 import msgspec
@@ -30,190 +22,32 @@ from .engines.scheduler import ServiceModel
 from .engines.worker import EngineWorker, run_engine
 from .indexer.connect import open_store
 from .indexer.http_api import Registrar, make_app
-from .indexer.policies import POLICIES
 from .indexer.router import Router, RouterConfig
-from .proto.errors import ConfigError, MetatrieError
-from .proto.hashing import DEFAULT_HASH_SEED, Namespace
+from .proto.hashing import DEFAULT_HASH_SEED
 from .proto.http import HttpServer
 from .proto.index import Store
-from .scripts.bench import bench as measure
+from .scripts import bench
+from .scripts.cli import (
+    POLICIES_TABLE,
+    REPLICAS_TABLE,
+    Program,
+    common_options,
+    declared_namespace,
+    file_table,
+    lease_option,
+    listen_options,
+    policy_option,
+    redis_option,
+    refresh_option,
+    run_process,
+    say_ready,
+    structured,
+    until,
+)
 from .scripts.demo import demonstrate
 from .scripts.serve import LocalConsumers
-from .scripts.stack import EXIT_WITH_PARENT, StackConfig, running
+from .scripts.stack import StackConfig, running
 from .scripts.workload import WorkloadConfig
-
-T = TypeVar("T")
-Command = Callable[..., Any]
-
-_NAMESPACE_TABLE = "namespace"
-_REPLICAS_TABLE = "replicas"
-_POLICIES_TABLE = "policies"
-_STRUCTURED = {_NAMESPACE_TABLE, _REPLICAS_TABLE, _POLICIES_TABLE}
-"""Tables of the file that are no options: who the replicas are, what their cache depends on, policy parameters."""
-
-
-# Settings
-
-
-def _load_config(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Make the file's values the defaults of this command's options."""
-    if path is None:
-        return None
-    try:
-        table = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise click.BadParameter(f"{path.name} cannot be read as TOML: {error}") from None
-    assert context.info_name is not None
-    assert context.parent is not None
-    group = context.parent.command
-    assert isinstance(group, click.Group)
-    options = {name: {p.name for p in command.params} for name, command in group.commands.items()}
-    everywhere = set().union(*options.values())
-    for key, value in table.items():
-        if key in _STRUCTURED:
-            continue
-        if key in options:
-            if not isinstance(value, dict):
-                raise click.BadParameter(f"[{key}] must be a table of options of `metatrie {key}`")
-            for unknown in value.keys() - options[key]:
-                raise click.BadParameter(f"[{key}] {unknown}: `metatrie {key}` has no such option; see its --help")
-        elif key not in everywhere:
-            raise click.BadParameter(f"{key}: no such table or option; see `metatrie COMMAND --help`")
-    mine = options[context.info_name]
-    defaults = {key: value for key, value in table.items() if key in mine}
-    context.default_map = {**defaults, **table.get(context.info_name, {})}
-    context.meta["metatrie.config"] = {key: table[key] for key in _STRUCTURED if key in table}
-    return path
-
-
-def _structured(name: str, kind: type[T], value: object) -> T:
-    """A table of the configuration file as a struct. Raises ConfigError naming the field."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(name, str(error), "see docs/deployment.md for the fields") from None
-
-
-def _namespace(context: click.Context, **given: Any) -> Namespace:
-    """The declared namespace: the file's table, with options given for this process on top."""
-    table = dict(context.meta.get("metatrie.config", {}).get(_NAMESPACE_TABLE, {}))
-    for name, value in given.items():
-        if value is not None and (name not in table or context.get_parameter_source(name) in _EXPLICIT):
-            table[name] = value
-    if not table.get("model"):
-        raise ConfigError("model", "is not set", "pass --model or set model in the file's [namespace] table")
-    return _structured(_NAMESPACE_TABLE, Namespace, table)
-
-
-_EXPLICIT = {click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.ENVIRONMENT}
-
-
-def _common(command: Command) -> Command:
-    """Options every command has."""
-    command = click.option(
-        "--config",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        callback=_load_config,
-        is_eager=True,
-        expose_value=False,
-        help="TOML file with defaults for every option; see docs/deployment.md.",
-    )(command)
-    return click.option(
-        "--log-level",
-        type=click.Choice(["debug", "info", "warning", "error"]),
-        default="info",
-        help="Least severe messages to log, on standard error.",
-    )(command)
-
-
-def _listen(port: int) -> Callable[[Command], Command]:
-    def decorate(command: Command) -> Command:
-        command = click.option(
-            "--port", type=click.IntRange(0, 65535), default=port, help="HTTP port; 0 takes any free one."
-        )(command)
-        return click.option("--host", default="127.0.0.1", help="Address to listen on.")(command)
-
-    return decorate
-
-
-def _redis(required: bool) -> Callable[[Command], Command]:
-    return click.option(
-        "--redis",
-        "redis_url",
-        envvar=["METATRIE_REDIS"],
-        required=required,
-        metavar="URL",
-        help="Index store: redis://, rediss://, unix://, redis+cluster://, redis+sentinel://…/service, embedded:"
-        + ("." if required else ", memory:."),
-    )
-
-
-_policy = click.option(
-    "--policy",
-    type=click.Choice(sorted(POLICIES)),
-    default="hybrid",
-    help="Routing policy where a request names none. Parameters: the file's [policies.NAME] tables.",
-)
-_lease = click.option(
-    "--lease-s",
-    type=click.FloatRange(0.1, 3600),
-    default=10.0,
-    help="Proof of life, seconds: this long after a consumer dies its replica stops counting.",
-)
-_refresh = click.option(
-    "--refresh-s",
-    type=click.FloatRange(0.1, 86400),
-    default=60.0,
-    help="Every page is verified, and its TTL renewed, once per this many seconds.",
-)
-
-
-# Running
-
-
-def _run(log_level: str, main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Run one process until a signal, or its parent's end, asks it to stop."""
-    logging.basicConfig(
-        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
-
-    async def supervised() -> None:
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, stop.set)
-        if os.environ.get(EXIT_WITH_PARENT):
-            os.set_blocking(0, False)
-            loop.add_reader(0, _parent_watch, loop, stop)
-        await main(stop)
-
-    try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(supervised())
-    except* MetatrieError as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
-
-
-def _parent_watch(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    if not os.read(0, 4096):
-        loop.remove_reader(0)
-        stop.set()
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:  # it is not built for every platform
-        return None
-    return uvloop.new_event_loop
-
-
-def _ready(kind: str, **where: Any) -> None:
-    """One line on standard output that says where this process serves, for whoever started it."""
-    print(msgspec.json.encode({"ready": kind, **where}).decode(), flush=True)
 
 
 async def _serve_router(
@@ -229,30 +63,20 @@ async def _serve_router(
             router.registry.register(ConsumerCollector(consumers.consumers))
         registrar: Registrar | None = consumers
         async with HttpServer(make_app(router, registrar=registrar), host=config.host, port=config.port) as server:
-            _ready(kind, url=server.url)
+            say_ready(kind, url=server.url)
             await stop.wait()
 
 
 def _router_config(context: click.Context, **options: Any) -> RouterConfig:
-    policies: Mapping[str, Mapping[str, float]] = context.meta.get("metatrie.config", {}).get(_POLICIES_TABLE, {})
-    return _structured("router", RouterConfig, {**options, "policies": policies})
+    policies: Mapping[str, Mapping[str, float]] = file_table(context, POLICIES_TABLE) or {}
+    return structured("router", RouterConfig, {**options, "policies": policies})
 
 
 # Commands
 
 
-class _Program(click.Group):
-    """A group whose commands end in one line, not in a traceback, on errors raised on purpose."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except MetatrieError as error:
-            raise click.ClickException(str(error)) from None
-
-
 @click.group(
-    cls=_Program,
+    cls=Program,
     context_settings={
         "auto_envvar_prefix": "METATRIE",
         "show_default": True,
@@ -269,12 +93,12 @@ def main() -> None:
 
 
 @main.command()
-@_common
-@_listen(8080)
-@_redis(required=False)
-@_policy
-@_lease
-@_refresh
+@common_options
+@listen_options(8080)
+@redis_option(required=False)
+@policy_option
+@lease_option
+@refresh_option
 @click.pass_context
 def serve(
     context: click.Context,
@@ -301,14 +125,14 @@ def serve(
         finally:
             await store.close()
 
-    _run(log_level, run)
+    run_process(log_level, run)
 
 
 @main.command()
-@_common
-@_listen(8080)
-@_redis(required=True)
-@_policy
+@common_options
+@listen_options(8080)
+@redis_option(required=True)
+@policy_option
 @click.option(
     "--sweep-interval-s",
     type=click.FloatRange(0, 3600),
@@ -329,15 +153,15 @@ def router(
         finally:
             await store.close()
 
-    _run(log_level, run)
+    run_process(log_level, run)
 
 
 @main.command()
-@_common
-@_listen(9400)
-@_redis(required=True)
-@_lease
-@_refresh
+@common_options
+@listen_options(9400)
+@redis_option(required=True)
+@lease_option
+@refresh_option
 @click.option("--replica", help="Name of the engine replica in the registry.")
 @click.option("--dp-rank", type=click.IntRange(0, 65535), default=0, help="Data-parallel rank of this stream.")
 @click.option("--engine", default="vllm", help="Engine family: vllm, sglang, sglang-dynamo.")
@@ -374,19 +198,19 @@ def sidecar(
     **options: Any,
 ) -> None:
     """Consumer for one engine, or for many (the file's [[replicas]] table)."""
-    namespace = _namespace(context, model=model, block_size=block_size, hash_seed=hash_seed)
-    listed = context.meta.get("metatrie.config", {}).get(_REPLICAS_TABLE)
+    namespace = declared_namespace(context, model=model, block_size=block_size, hash_seed=hash_seed)
+    listed = file_table(context, REPLICAS_TABLE)
     if replica is not None or listed is None:
         if replica is None or events is None:
             missing = "replica" if replica is None else "events"
             raise click.UsageError(f"--{missing} is not set; pass it, or list engines in the file's [[replicas]]")
         listed = [{"replica": replica, "events": events, **options}]
-    replicas = _structured(_REPLICAS_TABLE, tuple[ReplicaConfig, ...], listed)
+    replicas = structured(REPLICAS_TABLE, tuple[ReplicaConfig, ...], listed)
     for one in replicas:
         rule_for(one.engine)  # refuses an unknown family before anything is started
 
     def ready(server: HttpServer) -> None:
-        _ready("sidecar", url=server.url)
+        say_ready("sidecar", url=server.url)
 
     async def run(stop: asyncio.Event) -> None:
         config = SidecarConfig(
@@ -398,12 +222,12 @@ def sidecar(
         finally:
             await store.close()
 
-    _run(log_level, run)
+    run_process(log_level, run)
 
 
 @main.command()
-@_common
-@_listen(8000)
+@common_options
+@listen_options(8000)
 @click.option("--model", default="simulated", help="Model name it serves.")
 @click.option("--version", "version", default="0.33.0", help="vLLM version whose wire format is reproduced.")
 @click.option("--tokenizer", default="byte", help="`byte`, or a directory with a Hugging Face tokenizer.json.")
@@ -421,24 +245,24 @@ def sidecar(
 def engine(log_level: str, prefill_tokens_per_s: float, decode_step_s: float, **options: Any) -> None:
     """One simulated engine worker: ZMQ events, replay, OpenAI-compatible HTTP."""
     service = {"prefill_tokens_per_s": prefill_tokens_per_s, "decode_step_s": decode_step_s}
-    config = _structured(
+    config = structured(
         "engine",
         EngineConfig,
-        {**options, "service": msgspec.to_builtins(_structured("engine", ServiceModel, service))},
+        {**options, "service": msgspec.to_builtins(structured("engine", ServiceModel, service))},
     )
 
     def ready(worker: EngineWorker) -> None:
         sources = worker.event_sources
         first = sources[min(sources)]
-        _ready("engine", url=worker.address, events=first.endpoint, replay=first.replay_endpoint)
+        say_ready("engine", url=worker.address, events=first.endpoint, replay=first.replay_endpoint)
 
-    _run(log_level, lambda stop: run_engine(config, ready=ready, stop=stop))
+    run_process(log_level, lambda stop: run_engine(config, ready=ready, stop=stop))
 
 
 @main.command()
-@_common
-@_redis(required=False)
-@_policy
+@common_options
+@redis_option(required=False)
+@policy_option
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, help="The router's HTTP port; 0: any free one.")
 @click.option("--engines", type=click.IntRange(1, 64), default=4, help="Simulated engines, each with a sidecar.")
 @click.option("--model", default="demo-model", help="Model name the engines serve.")
@@ -474,7 +298,7 @@ def up(
         async with running(config) as stack:
             if demo:
                 workload = WorkloadConfig(users=users, turns=turns, seed=seed)
-                outcomes = await _until(stop, demonstrate(stack, workload, console))
+                outcomes = await until(stop, demonstrate(stack, workload, console))
                 if as_json and outcomes is not None:
                     print(msgspec.json.format(msgspec.json.encode(outcomes)).decode())
                 return
@@ -492,37 +316,10 @@ def up(
             console.print("Ctrl-C stops everything.")
             await stop.wait()
 
-    _run(log_level, run)
+    run_process(log_level, run)
 
 
-@main.command()
-@_common
-@_redis(required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON on standard output.")
-def bench(log_level: str, redis_url: str | None, as_json: bool) -> None:
-    """What the hot paths cost on this machine, per block and per request.
-
-    Starts an embedded Redis unless --redis names one, which must be there for this alone.
-    """
-
-    async def run(stop: asyncio.Event) -> None:
-        figures = await _until(stop, measure(Console(stderr=as_json), redis_url=redis_url))
-        if as_json and figures is not None:
-            print(msgspec.json.format(msgspec.json.encode(figures)).decode())
-
-    _run(log_level, run)
-
-
-async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """The work's result, or None if `stop` came first."""
-    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        task.cancel()
-        stopped.cancel()
-        await asyncio.gather(task, stopped, return_exceptions=True)
+main.add_command(bench.command)
 
 
 if __name__ == "__main__":

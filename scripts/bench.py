@@ -6,6 +6,7 @@ statistics, so it holds on a noisy machine. Absolute times are this machine's; c
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import statistics
@@ -14,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import click
 import msgspec
 from redis.asyncio import Redis
 from rich.console import Console
@@ -26,6 +28,7 @@ from ..indexer.embedded import EmbeddedRedis
 from ..proto.events import decode_batch
 from ..proto.hashing import Chain, Namespace
 from ..proto.index import BlockWrite, Index, ReplicaRef, ReplicaSpec, Store
+from .cli import common_options, redis_option, run_process, until
 
 REPLICAS = 8
 DEPTHS = (32, 512, 2048)
@@ -213,3 +216,21 @@ async def _server_us(client: Redis | None) -> float:
     stats: dict[str, dict[str, float]] = await client.info("commandstats")
     ours = ("cmdstat_evalsha", "cmdstat_hmget", "cmdstat_hget", "cmdstat_sadd", "cmdstat_hgetall")
     return sum(stats[name]["usec"] for name in ours if name in stats)
+
+
+@click.command("bench")
+@common_options
+@redis_option(required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON on standard output.")
+def command(log_level: str, redis_url: str | None, as_json: bool) -> None:
+    """What the hot paths cost on this machine, per block and per request.
+
+    Starts an embedded Redis unless --redis names one, which must be there for this alone.
+    """
+
+    async def run(stop: asyncio.Event) -> None:
+        figures = await until(stop, bench(Console(stderr=as_json), redis_url=redis_url))
+        if as_json and figures is not None:
+            print(msgspec.json.format(msgspec.json.encode(figures)).decode())
+
+    run_process(log_level, run)

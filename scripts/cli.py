@@ -1,0 +1,226 @@
+"""What the commands share: options, settings from the environment and a TOML file, and how a process runs.
+
+Every option can come from the command line, from the environment (`METATRIE_<COMMAND>_<OPTION>`), or from a TOML file
+(`--config`): a table named for the command, or a top-level key that several commands share. The command line wins
+over the environment, which wins over the file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import tomllib
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from ..indexer.policies import POLICIES
+from ..proto.errors import ConfigError, MetatrieError
+from ..proto.hashing import Namespace
+from .stack import EXIT_WITH_PARENT
+
+T = TypeVar("T")
+Command = Callable[..., Any]
+
+NAMESPACE_TABLE = "namespace"
+REPLICAS_TABLE = "replicas"
+POLICIES_TABLE = "policies"
+_STRUCTURED = {NAMESPACE_TABLE, REPLICAS_TABLE, POLICIES_TABLE}
+"""Tables of the file that are no options: who the replicas are, what their cache depends on, policy parameters."""
+
+
+class Program(click.Group):
+    """A group whose commands end in one line, not in a traceback, on errors raised on purpose."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MetatrieError as error:
+            raise click.ClickException(str(error)) from None
+
+
+# Settings
+
+
+def _load_config(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Make the file's values the defaults of this command's options."""
+    if path is None:
+        return None
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise click.BadParameter(f"{path.name} cannot be read as TOML: {error}") from None
+    assert context.info_name is not None
+    assert context.parent is not None
+    group = context.parent.command
+    assert isinstance(group, click.Group)
+    options = {name: {p.name for p in command.params} for name, command in group.commands.items()}
+    everywhere = set().union(*options.values())
+    for key, value in table.items():
+        if key in _STRUCTURED:
+            continue
+        if key in options:
+            if not isinstance(value, dict):
+                raise click.BadParameter(f"[{key}] must be a table of options of `metatrie {key}`")
+            for unknown in value.keys() - options[key]:
+                raise click.BadParameter(f"[{key}] {unknown}: `metatrie {key}` has no such option; see its --help")
+        elif key not in everywhere:
+            raise click.BadParameter(f"{key}: no such table or option; see `metatrie COMMAND --help`")
+    mine = options[context.info_name]
+    defaults = {key: value for key, value in table.items() if key in mine}
+    context.default_map = {**defaults, **table.get(context.info_name, {})}
+    context.meta["metatrie.config"] = {key: table[key] for key in _STRUCTURED if key in table}
+    return path
+
+
+def structured(name: str, kind: type[T], value: object) -> T:
+    """A table of the configuration file as a struct. Raises ConfigError naming the field."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(name, str(error), "see docs/deployment.md for the fields") from None
+
+
+def file_table(context: click.Context, name: str) -> Any:
+    """One structured table of the configuration file, or None."""
+    return context.meta.get("metatrie.config", {}).get(name)
+
+
+def declared_namespace(context: click.Context, **given: Any) -> Namespace:
+    """The declared namespace: the file's table, with options given for this process on top."""
+    table = dict(file_table(context, NAMESPACE_TABLE) or {})
+    for name, value in given.items():
+        if value is not None and (name not in table or context.get_parameter_source(name) in _EXPLICIT):
+            table[name] = value
+    if not table.get("model"):
+        raise ConfigError("model", "is not set", "pass --model or set model in the file's [namespace] table")
+    return structured(NAMESPACE_TABLE, Namespace, table)
+
+
+_EXPLICIT = {click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.ENVIRONMENT}
+
+
+def common_options(command: Command) -> Command:
+    """Options every command has."""
+    command = click.option(
+        "--config",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        callback=_load_config,
+        is_eager=True,
+        expose_value=False,
+        help="TOML file with defaults for every option; see docs/deployment.md.",
+    )(command)
+    return click.option(
+        "--log-level",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+        default="info",
+        help="Least severe messages to log, on standard error.",
+    )(command)
+
+
+def listen_options(port: int) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        command = click.option(
+            "--port", type=click.IntRange(0, 65535), default=port, help="HTTP port; 0 takes any free one."
+        )(command)
+        return click.option("--host", default="127.0.0.1", help="Address to listen on.")(command)
+
+    return decorate
+
+
+def redis_option(required: bool) -> Callable[[Command], Command]:
+    return click.option(
+        "--redis",
+        "redis_url",
+        envvar=["METATRIE_REDIS"],
+        required=required,
+        metavar="URL",
+        help="Index store: redis://, rediss://, unix://, redis+cluster://, redis+sentinel://…/service, embedded:"
+        + ("." if required else ", memory:."),
+    )
+
+
+policy_option = click.option(
+    "--policy",
+    type=click.Choice(sorted(POLICIES)),
+    default="hybrid",
+    help="Routing policy where a request names none. Parameters: the file's [policies.NAME] tables.",
+)
+lease_option = click.option(
+    "--lease-s",
+    type=click.FloatRange(0.1, 3600),
+    default=10.0,
+    help="Proof of life, seconds: this long after a consumer dies its replica stops counting.",
+)
+refresh_option = click.option(
+    "--refresh-s",
+    type=click.FloatRange(0.1, 86400),
+    default=60.0,
+    help="Every page is verified, and its TTL renewed, once per this many seconds.",
+)
+
+
+# Running
+
+
+def run_process(log_level: str, main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    """Run one process until a signal, or its parent's end, asks it to stop."""
+    logging.basicConfig(
+        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+
+    async def supervised() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, stop.set)
+        if os.environ.get(EXIT_WITH_PARENT):
+            os.set_blocking(0, False)
+            loop.add_reader(0, _parent_watch, loop, stop)
+        await main(stop)
+
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(supervised())
+    except* MetatrieError as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
+
+
+def _parent_watch(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    if not os.read(0, 4096):
+        loop.remove_reader(0)
+        stop.set()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # it is not built for every platform
+        return None
+    return uvloop.new_event_loop
+
+
+def say_ready(kind: str, **where: Any) -> None:
+    """One line on standard output that says where this process serves, for whoever started it."""
+    print(msgspec.json.encode({"ready": kind, **where}).decode(), flush=True)
+
+
+async def until(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The work's result, or None if `stop` came first."""
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        stopped.cancel()
+        await asyncio.gather(task, stopped, return_exceptions=True)
