@@ -185,6 +185,8 @@ def parse_load(text: str, dp_rank: int) -> Load | None:
             value = float(rest.rpartition("}")[2].split()[0])
         except (ValueError, IndexError):
             continue
+        if not 0.0 <= value < float("inf"):
+            continue  # NaN, infinities and negative counts are legal Prometheus text
         found[field] = found.get(field, 0.0) + value if field != "kv_usage" else max(found.get(field, 0.0), value)
     if not found:
         return None

@@ -45,7 +45,8 @@ CopyMode = Literal["count", "set"]
 """count: k stores need k removals. set: for engines that announce reused blocks again (vLLM report mode full)."""
 
 DEFAULT_MAX_BLOCKS = 4_000_000
-"""Bound on copies kept per replica; far above any real pool. The oldest go first, and the state says so."""
+"""Bound on copies kept per replica, and on half the nodes; far above any real pool. The oldest go first, and the
+state says so."""
 
 
 Inputs = tuple[Sequence[int], Sequence[Any] | None]
@@ -280,10 +281,10 @@ class Inventory:
             return
         bit = 1 << tier_of(event.medium)
         size, tokens = event.block_size, event.tokens
-        if tokens and not self._fits(size, event.medium):
+        aligned = size > 0 and len(tokens) == size * len(hashes)
+        if tokens and not self._fits(size, event.medium, aligned):
             stats.foreign += len(hashes)
             return
-        aligned = size > 0 and len(tokens) == size * len(hashes)
         usable = aligned or (self._engine_keys and (event.parent is not None or bool(tokens)))
         if not usable:
             stats.unplaced += len(hashes)
@@ -328,14 +329,14 @@ class Inventory:
             self._main_group = event.group
         return event.group == self._main_group
 
-    def _fits(self, size: int, medium: str) -> bool:
-        """Is this the engine's own block size? The first store in GPU memory settles what that is."""
+    def _fits(self, size: int, medium: str, aligned: bool) -> bool:
+        """Is this the engine's own block size? The first aligned store in GPU memory settles what that is."""
         if self._page_size is None:
             if size <= 0 or (self.block_size % size and size % self.block_size):
                 return False
             if self._engine_keys and size != self.block_size:
                 return False
-            if medium != "gpu":
+            if medium != "gpu" or not aligned:
                 return size == self.block_size
             self._page_size = size
         return size == self._page_size
@@ -355,6 +356,12 @@ class Inventory:
 
     def _place(self, node: Node, parent: Node | None, inputs: Inputs | None) -> None:
         """Hang a node under its parent and extend the chain as far down as it is now known."""
+        # Only a node that was named as a parent before can be above its own parent.
+        if parent is node or (parent is not None and node.children and self._is_below(parent, node)):
+            # A block cannot be part of its own prefix. Nothing under such a name can be known to match.
+            self.flaws.add("hashes_do_not_bind_prefix")
+            self.stats.reparented += 1
+            parent, node.opaque = None, True
         node.placed, node.parent, node.pending = True, parent, inputs
         if parent is not None:
             if parent.children is None:
@@ -368,6 +375,16 @@ class Inventory:
             self._extend(node)
             self._dirty[node] = None
             todo.extend(child for child in node.children or () if child.digest is None)
+
+    @staticmethod
+    def _is_below(node: Node, other: Node) -> bool:
+        """Is `other`, which is not placed, an ancestor of `node`? Then `node` has no known chain yet."""
+        at: Node | None = node
+        while at is not None and at.digest is None:
+            if at is other:
+                return True
+            at = at.parent
+        return False
 
     def _extend(self, node: Node) -> None:
         """Compute the chain state at a placed node's end from its parent's."""
@@ -473,7 +490,8 @@ class Inventory:
             self._dirty[node] = None
 
     def _enforce_bound(self) -> None:
-        while self.copies > self._max_blocks:
+        # Nodes that are not held hang above one that is, so evicting copies frees nodes as well.
+        while self.copies > self._max_blocks or (self.copies and len(self._nodes) > 2 * self._max_blocks):
             (medium, group), table = max(self._tables.items(), key=lambda item: len(item[1]))
             oldest = next(iter(table))
             self.copies -= table.pop(oldest)
@@ -481,6 +499,8 @@ class Inventory:
             self.flaws.add("inventory_bound")
             if group == self._main_group:
                 self._unhold(oldest, medium)
+                if (node := self._nodes.get(oldest)) is not None:
+                    self._collect(node)
 
     # ---- attaching ----------------------------------------------------------------------------------------------
 
@@ -504,10 +524,19 @@ class Inventory:
     def _pages(self, node: Node) -> list[Node]:
         """The engine pages that make up the index block completing at this node; itself if none does."""
         pages = [node]
-        size = self._page_size or self.block_size
-        while node.keys and len(pages) * size < self.block_size and (parent := pages[-1].parent) is not None:
+        while node.keys and (parent := pages[-1].parent) is not None and parent.tail is not None:
             pages.append(parent)
         return pages
+
+    def _completing(self, page: Node) -> Iterator[Node]:
+        """The nodes at which an index block completes that `page`, which completes none, is part of."""
+        todo = [page]
+        while todo:
+            for child in todo.pop().children or ():
+                if child.keys:
+                    yield child
+                else:
+                    todo.append(child)
 
     def _attach(self, node: Node, old: dict[Node, int]) -> None:
         todo = [node]
@@ -521,9 +550,11 @@ class Inventory:
             if flipped:
                 self.attached += 1 if wanted else -1
             node.mask = wanted
-            # A page without a key of its own still decides the tiers of the block it is part of.
-            if node.children and (flipped or not node.keys):
-                todo.extend(node.children)
+            if flipped:
+                todo.extend(node.children or ())
+            elif not node.keys:
+                # A page without a key of its own still decides the tiers of the block it is part of.
+                todo.extend(self._completing(node))
 
     def _emit(self, node: Node, was: int) -> None:
         for key in node.keys:

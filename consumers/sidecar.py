@@ -24,7 +24,6 @@ from ..proto.hashing import Namespace
 from ..proto.http import HttpMetrics, HttpServer, application, metrics_handler, reply
 from ..proto.index import Store
 from .consumer import ReplicaConfig, ReplicaConsumer
-from .stream import Phase
 
 MAX_PAGE: Final = 10_000
 
@@ -100,7 +99,7 @@ def make_app(consumers: Sequence[ReplicaConsumer]) -> web.Application:
         waiting = {
             str(c.config.ref): c.cause() or "not_registered"
             for c in consumers
-            if not c.writer.active or c.stream.phase in (Phase.CONNECTING, Phase.SYNCING)
+            if not c.writer.active or not c.stream.caught_up
         }
         body = {"status": "waiting" if waiting else "ok", "waiting": waiting}
         return reply(request, body, status=503 if waiting else 200)

@@ -10,6 +10,10 @@ sequence number means.
     recovering   a gap was seen: the missing batches are being replayed, live batches wait
     degraded     something is lost for good; `cause` says what. A clear or a restart makes the stream exact again
 
+The stream is exact exactly while five things hold: the subscription is up, no replay runs, every batch heard of is
+applied, nothing is lost, and nothing is in *doubt*. Doubt is what sequence numbers cannot show: whether batches went
+by before the first one heard, and whether the process behind a new connection is still the same one.
+
 Rules, from running the engines (wire-format notes, section 1):
 
 - Sequence numbers start at 0 with the engine process. A lower one than expected, if it is not a copy of a batch seen
@@ -17,8 +21,11 @@ Rules, from running the engines (wire-format notes, section 1):
   payload, since live messages overtake and repeat what a replay delivers.
 - A replay may start later than asked (the ring forgot) and may lose batches in the middle (send marks), without
   saying so. Contiguity is checked here; a hole is asked for once more before it is taken for real.
-- After a reconnect the replay starts at the last batch seen: if its payload differs, or there is none, the engine
-  restarted meanwhile.
+- Every replay starts at the last batch applied: if its payload differs, or the ring has neither it nor a later one,
+  another process answers, so the engine restarted. If the ring has moved past it, nothing proves anything, and after
+  a reconnect that is a loss. Without a replay endpoint a restart while disconnected shows only if the numbers do not
+  happen to go on where they were.
+- A replay that failed is no loss yet: `degraded` then ends with the next replay that succeeds.
 - Replayed and live batches are applied in sequence order, never interleaved.
 
 Bounds: at most `max_held` batches and `max_held_bytes` wait during a replay (beyond that the newest are dropped and
@@ -75,27 +82,20 @@ TRANSITIONS: Final[dict[tuple[Phase, Signal], Phase]] = {
     (Phase.EXACT, Signal.LEAVE): Phase.RECOVERING,
     (Phase.RECOVERING, Signal.LEAVE): Phase.RECOVERING,
     (Phase.DEGRADED, Signal.LEAVE): Phase.DEGRADED,
-    (Phase.CONNECTING, Signal.RESTART): Phase.SYNCING,
+    (Phase.CONNECTING, Signal.RESTART): Phase.CONNECTING,
     (Phase.SYNCING, Signal.RESTART): Phase.SYNCING,
     (Phase.EXACT, Signal.RESTART): Phase.SYNCING,
     (Phase.RECOVERING, Signal.RESTART): Phase.SYNCING,
     (Phase.DEGRADED, Signal.RESTART): Phase.SYNCING,
-    (Phase.SYNCING, Signal.GAP): Phase.SYNCING,
     (Phase.EXACT, Signal.GAP): Phase.RECOVERING,
-    (Phase.RECOVERING, Signal.GAP): Phase.RECOVERING,
     (Phase.DEGRADED, Signal.GAP): Phase.DEGRADED,
     (Phase.SYNCING, Signal.COMPLETE): Phase.EXACT,
-    (Phase.EXACT, Signal.COMPLETE): Phase.EXACT,
     (Phase.RECOVERING, Signal.COMPLETE): Phase.EXACT,
-    (Phase.DEGRADED, Signal.COMPLETE): Phase.DEGRADED,
     (Phase.CONNECTING, Signal.LOSS): Phase.DEGRADED,
     (Phase.SYNCING, Signal.LOSS): Phase.DEGRADED,
     (Phase.EXACT, Signal.LOSS): Phase.DEGRADED,
     (Phase.RECOVERING, Signal.LOSS): Phase.DEGRADED,
     (Phase.DEGRADED, Signal.LOSS): Phase.DEGRADED,
-    (Phase.SYNCING, Signal.RESET): Phase.SYNCING,
-    (Phase.EXACT, Signal.RESET): Phase.EXACT,
-    (Phase.RECOVERING, Signal.RESET): Phase.RECOVERING,
     (Phase.DEGRADED, Signal.RESET): Phase.EXACT,
 }
 """Every transition there is. A pair that is missing cannot happen; reaching one is our bug."""
@@ -187,29 +187,36 @@ class Stream:
         self._attempts = 0
         self._deadline = 0.0
         self._verify: int | None = None
-        """While a reconnect is checked: the seq whose replayed payload must equal what was seen."""
+        """The seq whose replayed payload must equal what was applied, until a reply to the running request tells."""
         self._progress = 0
-        self._joined = False
+        self._newest = -1
+        """Highest seq heard of, applied or not."""
+        self._linked = False
+        """The subscription is up, as far as we were told."""
         self._heard = False
+        """A batch of this engine process was applied."""
+        self._doubt = True
+        self._lost = False
+        """Something is lost for good, until a clear or a restart."""
 
     # ---- signals in ---------------------------------------------------------------------------------------------
 
     def connected(self, now: float) -> list[Action]:
         """The subscription is up (again). Asks for history at once, not at the next event."""
-        first, self._joined = not self._joined, True
+        self._linked = True
         if not self._replay:
-            if first:
+            # Whether the picture is still good shows with the next batch.
+            if self.phase is Phase.CONNECTING:
                 self._signal(Signal.JOIN)
             return []
         self._signal(Signal.JOIN)
+        self._doubt = True
         self._attempts = 0
-        if not self._heard:
-            return self._ask(self.expected, now)
-        self._verify = self.expected - 1
-        return self._ask(self._verify, now)
+        return self._ask(now)
 
     def disconnected(self, now: float) -> list[Action]:
         """The subscription is down. What is known stays, and is checked when the connection is back."""
+        self._linked, self._doubt = False, True
         self._signal(Signal.LEAVE)
         if self.phase is Phase.RECOVERING:
             self.cause = "disconnected"
@@ -217,16 +224,18 @@ class Stream:
 
     def live(self, frames: Sequence[bytes], now: float) -> list[Action]:
         """A message from the subscription: `[topic, seq, payload]`."""
-        if len(frames) != 3 or len(frames[1]) != 8:
+        seq = int.from_bytes(frames[1], "big") if len(frames) == 3 and len(frames[1]) == 8 else END_MARKER
+        if seq == END_MARKER:
             self.stats.malformed_frames += 1
             return self._lose("malformed_frame")
         # A message can arrive before the socket monitor has reported the connection.
-        actions = self.connected(now) if self.phase is Phase.CONNECTING else []
-        seq, payload = int.from_bytes(frames[1], "big"), frames[2]
+        actions = [] if self._linked else self.connected(now)
         if self._request is not None:
-            self._hold(seq, payload)
+            self._hold(seq, frames[2])
             return actions
-        return actions + self._in_order(seq, payload, now)
+        actions += self._in_order(seq, frames[2], now)
+        self._complete()
+        return actions
 
     def replayed(self, frames: Sequence[bytes], request: int, now: float) -> list[Action]:
         """A message from the replay connection, in either framing; the payload is last, the seq before it."""
@@ -240,34 +249,50 @@ class Stream:
         if seq == END_MARKER and not payload:
             return self._replay_ended(now)
         self.stats.replayed_batches += 1
-        if self._verify is not None:
+        actions: list[Action] = []
+        if self._verify is not None and seq >= self._verify:
             verify, self._verify = self._verify, None
             if seq == verify:
                 return [] if self._digests.get(seq) == _digest(payload) else self._restart(now)
-            # The ring has moved past what was seen last: a gap, told by its sequence numbers below.
+            if self._doubt:
+                # The ring has moved past what was seen last: nothing proves that the same process answers.
+                actions = self._lose("unverified")
         if seq < self.expected:
             self.stats.duplicates += 1
-            return []
+            return actions
         if seq > self.expected:
             self._hold(seq, payload)
-            return []
-        return self._apply(seq, payload, replayed=True)
+            return actions
+        return actions + self._apply(seq, payload, replayed=True)
 
     def tick(self, now: float) -> list[Action]:
         """Time passed. Call at least every second while `waiting` is true."""
         if self._request is None or now < self._deadline:
             return []
         self._attempts += 1
-        if self._attempts >= MAX_ATTEMPTS:
-            self._request, self._verify = None, None
-            actions = self._lose("replay_failed")
-            return actions + self._drain(now)
-        return self._ask(self._verify if self._verify is not None else self.expected, now)
+        if self._attempts < MAX_ATTEMPTS:
+            return self._ask(now)
+        self._request, self._verify = None, None
+        # No loss by itself: what is missing, if anything, shows when it is skipped.
+        self._signal(Signal.LOSS)
+        self.cause = "replay_failed"
+        return self._drain(now, again=False)
 
     @property
     def waiting(self) -> bool:
         """A replay is under way."""
         return self._request is not None
+
+    @property
+    def caught_up(self) -> bool:
+        """Nothing better comes by waiting: history is applied, given up, or out of reach for want of a replay."""
+        match self.phase:
+            case Phase.CONNECTING:
+                return False
+            case Phase.SYNCING:
+                return not self._replay
+            case _:
+                return True
 
     @property
     def held(self) -> int:
@@ -277,15 +302,10 @@ class Stream:
     # ---- sequence -----------------------------------------------------------------------------------------------
 
     def _in_order(self, seq: int, payload: bytes, now: float) -> list[Action]:
+        """A batch while no replay runs."""
+        self._newest = max(self._newest, seq)
         if seq == self.expected:
-            first = not self._heard
-            actions = self._apply(seq, payload, replayed=False)
-            if self.phase in (Phase.SYNCING, Phase.RECOVERING):
-                # Nothing is being replayed, so this stream has no replay, or just came back: no gap was left.
-                self._signal(Signal.COMPLETE)
-            elif first and seq == 0 and self.cause == "replay_failed":
-                self._signal(Signal.RESET)  # the history that could not be replayed turned out to be empty
-            return actions
+            return self._apply(seq, payload, replayed=False)
         if seq < self.expected:
             if self._digests.get(seq) == _digest(payload):
                 self.stats.duplicates += 1
@@ -295,23 +315,23 @@ class Stream:
                 self._hold(seq, payload)
                 return actions
             return actions + self._in_order(seq, payload, now)
+        self.stats.gaps += self._heard
         if self._replay:
-            self.stats.gaps += 1
             self._signal(Signal.GAP)
             self._hold(seq, payload)
             self._attempts = 0
-            return self._ask(self.expected, now)
+            return self._ask(now)
         return self._skip_to(seq) + self._in_order(seq, payload, now)
 
     def _skip_to(self, seq: int) -> list[Action]:
         """Give up what lies between the expected batch and this one."""
-        if self._heard and not self._replay:
-            self.stats.gaps += 1
         self.stats.gap_batches += seq - self.expected
         self.expected = seq
         return self._lose("gap" if self._heard else "history_lost" if self._replay else "joined_late")
 
     def _apply(self, seq: int, payload: bytes, *, replayed: bool) -> list[Action]:
+        if not replayed and (not self._replay or (seq == 0 and not self._heard)):
+            self._doubt = False  # the first batch of a process; or the best there is to go by
         self.expected = seq + 1
         self._heard = True
         self._digests[seq] = _digest(payload)
@@ -338,69 +358,90 @@ class Stream:
         if harmful:
             stats.skipped_events += harmful
             actions += self._lose("skipped_event")
-        elif self.phase is Phase.DEGRADED and any(isinstance(e, AllBlocksCleared) for e in batch.events):
-            self._signal(Signal.RESET)
+        elif (self._lost or self._doubt) and any(isinstance(e, AllBlocksCleared) for e in batch.events):
+            self._lost = self._doubt = False
         actions.append(Apply(seq, batch, replayed))
         return actions
 
     def _restart(self, now: float) -> list[Action]:
         self.stats.restarts += 1
         self._signal(Signal.RESTART)
-        self.expected, self._verify, self._heard = 0, None, False
+        self.expected, self._newest, self._heard = 0, -1, False
+        self._doubt, self._lost = True, False
         self._digests.clear()
         self._attempts = 0
         self._held.clear()
         self._held_bytes = 0
         actions: list[Action] = [Restarted()]
-        return actions + self._ask(0, now) if self._replay else actions
+        return actions + self._ask(now) if self._replay else actions
 
     # ---- replay -------------------------------------------------------------------------------------------------
 
-    def _ask(self, start: int, now: float) -> list[Action]:
+    def _ask(self, now: float) -> list[Action]:
+        """From the last applied batch on: the copy of it proves that the same process answers."""
+        self._verify = self.expected - 1 if self._heard else None
         self.stats.replays += 1
         self._requests += 1
         self._request = self._requests
         self._progress = self.expected
         self._deadline = now + self._timeout
-        return [RequestReplay(start, self._requests)]
+        return [RequestReplay(self.expected if self._verify is None else self._verify, self._requests)]
 
     def _replay_ended(self, now: float) -> list[Action]:
         if self._verify is not None:
-            # The batch seen last is not in the ring, not even as its newest: another process owns it.
+            # The ring has neither the batch applied last nor a later one: another process owns it.
             return self._restart(now)
         if self.expected > self._progress:
             self._attempts = 0
         self._request = None
-        return self._drain(now)
+        self._doubt = False
+        return self._drain(now, again=True)
 
-    def _drain(self, now: float) -> list[Action]:
-        """Apply what waited, in order; ask again for a hole, once, and then take it for real."""
+    def _drain(self, now: float, *, again: bool) -> list[Action]:
+        """Apply what waited, in order. again: ask once more for what is missing before it is taken for lost."""
         actions: list[Action] = []
-        for seq in sorted(self._held):
+        # What was dropped at the bound is missing like any other batch.
+        for seq in [*sorted(self._held), self._newest + 1]:
             if seq > self.expected:
                 self._attempts += 1
-                if self._replay and self._attempts < MAX_ATTEMPTS - 1:
-                    return actions + self._ask(self.expected, now)
+                if again and self._attempts < MAX_ATTEMPTS - 1:
+                    return actions + self._ask(now)
                 actions += self._skip_to(seq)
                 self._attempts = 0
-            payload = self._held.pop(seq)
+            payload = self._held.pop(seq, None)
+            if payload is None:
+                break
             self._held_bytes -= len(payload)
             actions += self._in_order(seq, payload, now)
             if self._request is not None:
                 return actions  # a restart came to light: its history is being asked for
         self._attempts = 0
-        self._signal(Signal.COMPLETE)
+        self._complete()
         return actions
 
     def _hold(self, seq: int, payload: bytes) -> None:
+        self._newest = max(self._newest, seq)
+        if seq in self._held:
+            return
         if len(self._held) >= self._max_held or self._held_bytes + len(payload) > self._max_held_bytes:
             self.stats.held_dropped += 1
             return
-        if seq not in self._held:
-            self._held_bytes += len(payload)
-            self._held[seq] = payload
+        self._held_bytes += len(payload)
+        self._held[seq] = payload
 
     # ---- phase --------------------------------------------------------------------------------------------------
+
+    def _complete(self) -> None:
+        """Become exact, if all that takes holds."""
+        if (
+            self._linked
+            and self._request is None
+            and self._newest < self.expected
+            and not self._doubt
+            and not self._lost
+            and self.phase is not Phase.EXACT
+        ):
+            self._signal(Signal.RESET if self.phase is Phase.DEGRADED else Signal.COMPLETE)
 
     def _signal(self, signal: Signal) -> None:
         self.phase = TRANSITIONS[self.phase, signal]
@@ -408,6 +449,7 @@ class Stream:
             self.cause = ""
 
     def _lose(self, cause: str) -> list[Action]:
+        self._lost = True
         self._signal(Signal.LOSS)
         self.cause = cause
         return [Dropped()] if self._on_loss == "reset" else []

@@ -47,6 +47,8 @@ class Subscriber:
         self._events, self._replay, self._topic = events, replay, topic.encode()
         self._dealer: zmq.asyncio.Socket | None = None
         self._request = 0
+        self._links = 0
+        """Connections of the subscription; more than one only where we bind."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -89,19 +91,24 @@ class Subscriber:
         while True:
             ready = dict(await poller.poll(TICK_S * 1000))
             now = clock()
-            if monitor in ready:
-                for frames in await _drain(monitor):
-                    event = parse_monitor_message(frames)["event"]
-                    if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                        self._do(context, poller, stream.connected(now))
-                    elif event == zmq.EVENT_DISCONNECTED:
+            # ZeroMQ reports a connection before what comes through it. Taking the messages first and the reports
+            # second, no message of a new connection is ever applied ahead of its report.
+            messages = _drain(sub) if sub in ready else []
+            for frames in _drain(monitor):
+                event = parse_monitor_message(frames)["event"]
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._links += 1
+                    self._do(context, poller, stream.connected(now))
+                elif event == zmq.EVENT_DISCONNECTED and self._links:
+                    self._links -= 1
+                    if not self._links:
                         self._do(context, poller, stream.disconnected(now))
             if self._dealer is not None and self._dealer in ready:
-                for frames in await _drain(self._dealer):
-                    self._do(context, poller, stream.replayed(frames, self._request, now))
-            if sub in ready:
-                for frames in await _drain(sub):
-                    self._do(context, poller, stream.live(frames, now))
+                request = self._request
+                for frames in _drain(self._dealer):
+                    self._do(context, poller, stream.replayed(frames, request, now))
+            for frames in messages:
+                self._do(context, poller, stream.live(frames, now))
             self._do(context, poller, stream.tick(now))
             if self._dealer is not None and not stream.waiting:
                 self._close_dealer(poller)
@@ -133,11 +140,11 @@ class Subscriber:
             self._dealer = None
 
 
-async def _drain(socket: zmq.asyncio.Socket) -> list[list[bytes]]:
-    """At least one message (the socket polled readable), at most BURST."""
-    messages: list[list[bytes]] = [await socket.recv_multipart()]
+def _drain(socket: zmq.asyncio.Socket) -> list[list[bytes]]:
+    """What has arrived, at most BURST messages."""
     # A synchronous view of the same socket: a future per message would cost more than the message.
     plain: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
+    messages: list[list[bytes]] = []
     try:
         while len(messages) < BURST:
             messages.append(plain.recv_multipart(zmq.NOBLOCK))

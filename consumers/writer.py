@@ -4,8 +4,9 @@ Strategy. There is one way to publish: take a claim (a new incarnation), write t
 pointer; from there on write deltas. A restart, a clear, a lost registration or a store that came back empty all lead
 back to that one path, so none of them needs a way of its own.
 
-Invariants: one write is in flight at a time; `pending` holds, per block, the newest state not yet acknowledged, so a
-failed write loses nothing. Nothing is written under an incarnation that is not the newest claim of this owner.
+Invariants: one write is in flight at a time, besides at most one verification, which is of other pages or older; what
+is pending holds, per block, the newest state not yet acknowledged, so a failed write loses nothing. Nothing is
+written under an incarnation that is not the newest claim of this owner.
 
 Bound: when more than MAX_PENDING block states wait (the store has been away for long), the claim is dropped and with
 it what waits; the inventory has it all and is published anew when the store is back.
@@ -89,6 +90,8 @@ class IndexWriter:
         self._owner, self._status, self._synced = owner, status, synced
         self._lease_s, self._refresh_s, self._linger_s = lease_s, refresh_s, linger_s
         self._pending: dict[BlockKey, BlockWrite] = {}
+        self._in_flight = 0
+        """Block states taken from pending and not yet acknowledged."""
         self._fresh_life = False
         self._version = 0
         self._wake = asyncio.Event()
@@ -104,8 +107,8 @@ class IndexWriter:
         if delta.reset:
             self._fresh_life = True
             self._pending.clear()
-        if delta.writes and ts is not None:
-            self._newest_ts = ts
+        if delta.writes:
+            self._newest_ts = ts or None  # 0.0: the engine's clock was unreadable
         if self.claim is None:
             self._wake.set()
             return  # publishing starts from the inventory, which has this already
@@ -129,12 +132,12 @@ class IndexWriter:
     @property
     def pending(self) -> int:
         """Block states not yet acknowledged."""
-        return len(self._pending)
+        return len(self._pending) + self._in_flight
 
     @property
     def idle(self) -> bool:
         """Everything applied so far is in the index and counts."""
-        return self.active and not self._pending and not self._fresh_life
+        return self.active and not self.pending and not self._fresh_life
 
     # ---- loops --------------------------------------------------------------------------------------------------
 
@@ -181,8 +184,7 @@ class IndexWriter:
             self._wake.clear()
             deadline = time.monotonic() + self._linger_s
             while not self._urgent and (left := deadline - time.monotonic()) > 0:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), left)
+                await _wait(self._wake, left)
                 self._wake.clear()
         self._wake.clear()
         self._urgent = False
@@ -207,10 +209,12 @@ class IndexWriter:
             await self._flush()
 
     async def _activate(self) -> None:
-        assert self.claim is not None
-        await self._index.activate(self._spec.ref, owner=self._owner, incarnation=self.claim.incarnation)
-        self.active = True
-        self._renew.set()
+        claim = self.claim
+        assert claim is not None
+        await self._index.activate(self._spec.ref, owner=self._owner, incarnation=claim.incarnation)
+        if self.claim is claim:
+            self.active = True
+            self._renew.set()
 
     async def _flush(self) -> None:
         """Write everything pending, as of now. On failure it is pending again, unless something newer came."""
@@ -222,13 +226,16 @@ class IndexWriter:
         blocks = appear + vanish
         done = 0
         try:
+            self._in_flight = len(blocks)
             while done < len(blocks):
                 if self._fresh_life or self.claim is not claim:
                     return  # these belong to a life, or a claim, that just ended
                 self._version += 1
                 await self._index.write(claim.incarnation, self._version, blocks[done : done + CHUNK])
                 done = min(done + CHUNK, len(blocks))
+                self._in_flight = len(blocks) - done
         finally:
+            self._in_flight = 0
             self.stats.written += done
             if done < len(blocks) and not self._fresh_life and self.claim is claim:
                 for write in blocks[done:]:
@@ -239,24 +246,25 @@ class IndexWriter:
 
     async def _renew_loop(self) -> None:
         while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._renew.wait(), self._lease_s / 3)
+            await _wait(self._renew, self._lease_s / 3)
             self._renew.clear()
             if not self.active:
                 self._wake.set()  # whether the pointer may move by now is asked in the write loop
-            if self.claim is None:
+            claim = self.claim
+            if claim is None:
                 continue
             try:
                 await self._index.renew(
                     self._spec.ref,
                     owner=self._owner,
-                    incarnation=self.claim.incarnation,
+                    incarnation=claim.incarnation,
                     status=self._status(),
                     lease_s=self._lease_s,
                 )
             except Superseded:
                 # Another owner, an operator's DELETE, or a store that lost its data: the claim decides which.
-                if not self._fresh_life:
+                # Unless the answer is about a claim that was replaced meanwhile.
+                if self.claim is claim and not self._fresh_life:
                     self.stats.superseded += 1
                     self._drop_claim()
             except StoreError:
@@ -302,3 +310,10 @@ class IndexWriter:
                 self.stats.repaired += await self._index.refresh(claim.incarnation, self._version, blocks)
                 self.stats.refreshed += len(blocks)
             await asyncio.sleep(0)
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Until the event is set or time is up. (`wait_for` of Python 3.11 can swallow a cancellation.)"""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()

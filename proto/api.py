@@ -132,11 +132,11 @@ class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
     total: Count
 
 
-# Match
+# Prompts
 
 
-class MatchRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Body of `POST /v1/match`: who holds how much of this prompt? Exactly one of token_ids, prompt and messages."""
+class PromptRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What names a prompt's blocks, in every request about one. Exactly one of token_ids, prompt and messages."""
 
     model: ModelName
     token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)] | None = None
@@ -154,8 +154,6 @@ class MatchRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Multimodal inputs: content identifier and the token span each occupies."""
     replicas: Annotated[list[ReplicaName], msgspec.Meta(min_length=1, max_length=MAX_LISTED)] | None = None
     """Consider only replicas of these names."""
-    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_LISTED)] = DEFAULT_LISTED
-    """Most replicas the answer lists, deepest first."""
 
     def __post_init__(self) -> None:
         given = (self.token_ids is not None) + (self.prompt is not None) + (self.messages is not None)
@@ -165,6 +163,16 @@ class MatchRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
                 field="token_ids",
                 remedy="send exactly one of token_ids, prompt and messages",
             )
+
+
+# Match
+
+
+class MatchRequest(PromptRequest, kw_only=True, omit_defaults=True):
+    """Body of `POST /v1/match`: who holds how much of this prompt?"""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_LISTED)] = DEFAULT_LISTED
+    """Most replicas the answer lists, deepest first."""
 
 
 class TierBlocks(msgspec.Struct, frozen=True, gc=False):
@@ -209,7 +217,7 @@ class MatchResponse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 # Route
 
 
-class RouteRequest(MatchRequest, kw_only=True, omit_defaults=True):
+class RouteRequest(PromptRequest, kw_only=True, omit_defaults=True):
     """Body of `POST /v1/route`: which replica should serve this prompt?"""
 
     policy: PolicyName | None = None

@@ -150,8 +150,11 @@ class Body(Generic[T]):
             else:
                 raise web.HTTPUnsupportedMediaType
         try:
-            async with asyncio.timeout(self._timeout_s):
+            if request.content.is_eof():  # it came with the headers: no timer to pay for
                 raw = await request.read()
+            else:
+                async with asyncio.timeout(self._timeout_s):
+                    raw = await request.read()
         except TimeoutError:
             raise web.HTTPRequestTimeout from None
         except web.RequestPayloadError:

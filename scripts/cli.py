@@ -60,7 +60,7 @@ def _load_config(context: click.Context, parameter: click.Parameter, path: Path 
     assert context.parent is not None
     group = context.parent.command
     assert isinstance(group, click.Group)
-    options = {name: {p.name for p in command.params} for name, command in group.commands.items()}
+    options = {name: _flags(command) for name, command in group.commands.items()}
     everywhere = set().union(*options.values())
     for key, value in table.items():
         if key in _STRUCTURED:
@@ -68,15 +68,26 @@ def _load_config(context: click.Context, parameter: click.Parameter, path: Path 
         if key in options:
             if not isinstance(value, dict):
                 raise click.BadParameter(f"[{key}] must be a table of options of `metatrie {key}`")
-            for unknown in value.keys() - options[key]:
+            for unknown in value.keys() - options[key].keys():
                 raise click.BadParameter(f"[{key}] {unknown}: `metatrie {key}` has no such option; see its --help")
         elif key not in everywhere:
             raise click.BadParameter(f"{key}: no such table or option; see `metatrie COMMAND --help`")
     mine = options[context.info_name]
-    defaults = {key: value for key, value in table.items() if key in mine}
-    context.default_map = {**defaults, **table.get(context.info_name, {})}
+    values = {key: value for key, value in table.items() if key in mine} | table.get(context.info_name, {})
+    context.default_map = {mine[key]: value for key, value in values.items()}
     context.meta["metatrie.config"] = {key: table[key] for key in _STRUCTURED if key in table}
     return path
+
+
+def _flags(command: click.Command) -> dict[str, str]:
+    """Option as written in a file (the flag, with underscores) → the parameter it fills."""
+    return {
+        flag.lstrip("-").replace("-", "_"): parameter.name
+        for parameter in command.params
+        if parameter.name is not None
+        for flag in parameter.opts
+        if flag.startswith("--") and flag != "--config"
+    }
 
 
 def structured(name: str, kind: type[T], value: object) -> T:

@@ -55,7 +55,8 @@ def test_options_come_from_the_file_and_the_command_line_wins(tmp_path: Path) ->
     said = metatrie("serve", "--config", str(config))
     assert said.returncode == 2
     assert "psychic" in said.stderr
-    said = metatrie("serve", "--config", str(config), "--policy", "round_robin", "--redis", "gopher://x")
+    config.write_text('redis = "gopher://x"\n[serve]\npolicy = "psychic"\n')
+    said = metatrie("serve", "--config", str(config), "--policy", "round_robin")
     assert "psychic" not in said.stderr
     assert "redis://" in said.stderr
 
