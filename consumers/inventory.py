@@ -19,7 +19,7 @@ below it is. Nothing here does I/O or reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -161,6 +161,8 @@ class Inventory:
         self._reset = False
         self.parity = False
         """A published name was predicted at least once: the engine's seed and rule are ours."""
+        self._main_group: int | None = None
+        self._page_size: int | None = None
         self._start()
 
     def _start(self) -> None:
@@ -170,8 +172,6 @@ class Inventory:
         self._dirty: dict[Node, None] = {}
         self._emitted: dict[BlockKey, BlockWrite] = {}
         self._suspects: set[Node] = set()
-        self._main_group: int | None = None
-        self._page_size: int | None = None
         self.copies = 0
         """Physical copies held, over all media and groups."""
         self.held = 0
@@ -195,6 +195,11 @@ class Inventory:
         """Index blocks currently attached."""
         return len(self._claims)
 
+    @property
+    def nodes(self) -> int:
+        """Engine blocks known by name: those held, and those that something held hangs under."""
+        return len(self._nodes)
+
     def resident(self, medium: str = "gpu") -> dict[tuple[int, EngineHash], int]:
         """(group, engine hash) → copies in one medium: comparable with the engine's own table."""
         return {
@@ -208,6 +213,26 @@ class Inventory:
     def node(self, engine_hash: EngineHash) -> Node | None:
         """The node of one engine block, for audits and explanations."""
         return self._nodes.get(engine_hash)
+
+    def find(self, keys: Iterable[BlockKey]) -> dict[BlockKey, list[Node]]:
+        """The nodes at which these index blocks complete, attached or not; keys nobody knows are left out.
+
+        For explanations: linear in the inventory as soon as anything is detached.
+        """
+        found: dict[BlockKey, list[Node]] = {}
+        unclaimed: set[BlockKey] = set()
+        for key in keys:
+            owner = self._claims.get(key)
+            if owner is None:
+                unclaimed.add(key)
+            else:
+                found[key] = [owner] if isinstance(owner, Node) else list(owner)
+        if unclaimed and self.detached:
+            for node in self._nodes.values():
+                for key in node.keys:
+                    if key in unclaimed:
+                        found.setdefault(key, []).append(node)
+        return found
 
     def expected(self) -> dict[BlockKey, TierMask]:
         """What the index must hold under this incarnation once everything emitted is written."""
@@ -239,7 +264,7 @@ class Inventory:
         return self.settle()
 
     def clear(self) -> None:
-        """Forget everything: the engine reset its cache. What the stream taught (parity) stays."""
+        """Forget everything held: the engine reset its cache. What the stream taught of the engine stays."""
         self._start()
         self._reset = True
 
@@ -247,6 +272,7 @@ class Inventory:
         """Forget everything: another engine process took over the stream, perhaps with another hash seed."""
         self.clear()
         self.parity = False
+        self._main_group = self._page_size = None
 
     def settle(self) -> Delta:
         """Bring attachment up to date after changes and return what the index must be told."""

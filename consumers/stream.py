@@ -38,7 +38,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from enum import Enum
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 import msgspec
 
@@ -130,6 +130,22 @@ LossPolicy = Literal["keep", "reset"]
 """keep: serve on with what is known, flagged. reset: forget it, and learn again from what comes."""
 
 
+class Journal(Protocol):
+    """Is told what a stream takes, in order, before the stream acts on it. Must not raise for what engines send."""
+
+    def heard(self, frames: Sequence[bytes]) -> None:
+        """A message of the subscription, whatever it is."""
+        ...
+
+    def taken(self, seq: int, payload: bytes, replayed: bool) -> None:
+        """The next batch in sequence, not decoded yet."""
+        ...
+
+    def restarted(self) -> None:
+        """What is taken from here on is another engine process's."""
+        ...
+
+
 class StreamStats(msgspec.Struct):
     """Running totals; shown as metrics under the same names."""
 
@@ -164,6 +180,7 @@ class Stream:
         replay_timeout_s: float = 5.0,
         max_held: int = 20_000,
         max_held_bytes: int = 256 << 20,
+        journal: Journal | None = None,
     ) -> None:
         """replay: the engine has a replay endpoint. replay_timeout_s: silence after which a replay is asked anew."""
         self.stats = StreamStats()
@@ -179,6 +196,7 @@ class Stream:
         self._on_loss = on_loss
         self._timeout = replay_timeout_s
         self._max_held, self._max_held_bytes = max_held, max_held_bytes
+        self._journal = journal
         self._held: dict[int, bytes] = {}
         self._held_bytes = 0
         self._digests: OrderedDict[int, tuple[int, int]] = OrderedDict()
@@ -224,6 +242,8 @@ class Stream:
 
     def live(self, frames: Sequence[bytes], now: float) -> list[Action]:
         """A message from the subscription: `[topic, seq, payload]`."""
+        if self._journal is not None:
+            self._journal.heard(frames)
         seq = int.from_bytes(frames[1], "big") if len(frames) == 3 and len(frames[1]) == 8 else END_MARKER
         if seq == END_MARKER:
             self.stats.malformed_frames += 1
@@ -339,6 +359,8 @@ class Stream:
             self._digests.popitem(last=False)
         stats = self.stats
         stats.batches += 1
+        if self._journal is not None:
+            self._journal.taken(seq, payload, replayed)
         try:
             batch = decode_batch(payload)
         except MalformedBatch:
@@ -365,6 +387,8 @@ class Stream:
 
     def _restart(self, now: float) -> list[Action]:
         self.stats.restarts += 1
+        if self._journal is not None:
+            self._journal.restarted()
         self._signal(Signal.RESTART)
         self.expected, self._newest, self._heard = 0, -1, False
         self._doubt, self._lost = True, False

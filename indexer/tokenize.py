@@ -1,0 +1,98 @@
+"""Turning prompts and chats into token ids: the seam, and an implementation that asks an engine.
+
+A router has no tokenizer of its own, and must not guess: one token that differs changes every later block hash. An
+engine of the model has the right tokenizer and chat template at hand, so the default asks one over HTTP.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Sequence
+from typing import Annotated, Any, Protocol
+
+import aiohttp
+import msgspec
+
+from ..proto.api import MAX_PROMPT_TOKENS, PromptRequest, TokenId
+from ..proto.errors import InvalidField, NoReplica
+
+DEFAULT_TIMEOUT_S = 5.0
+ATTEMPTS = 2
+"""Engines asked before giving up."""
+MAX_ANSWER_BYTES = 32 << 20
+"""An engine may add the text of each token to its answer."""
+_REMEDY = "send token_ids, or register replicas with the url of an engine that serves /tokenize"
+
+
+class Tokenize(Protocol):
+    """Token ids of a request that came as text."""
+
+    async def __call__(self, request: PromptRequest, urls: Sequence[str]) -> list[int]:
+        """request: has `prompt` or `messages`. urls: base URLs of the model's live engines.
+
+        Raises InvalidField if the prompt cannot be tokenised, NoReplica if nobody can be asked.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class _Tokens(msgspec.Struct):
+    tokens: Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+
+
+class EngineTokenize:
+    """Asks the `/tokenize` endpoint of a live engine (vLLM's API), up to ATTEMPTS different ones.
+
+    Each attempt, connecting included, ends after `timeout_s`. What an engine says about a prompt it refuses is not
+    passed on: it may quote the prompt.
+    """
+
+    def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S, rng: random.Random | None = None) -> None:
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._rng = rng or random.Random()
+        self._session: aiohttp.ClientSession | None = None
+        self._decode = msgspec.json.Decoder(_Tokens).decode
+
+    async def __call__(self, request: PromptRequest, urls: Sequence[str]) -> list[int]:
+        field = "prompt" if request.prompt is not None else "messages"
+        if not urls:
+            raise NoReplica("no live replica of this model has a url to tokenise with", field=field, remedy=_REMEDY)
+        body: dict[str, Any] = {"model": request.model}
+        if request.prompt is not None:
+            body["prompt"] = request.prompt
+        else:
+            body |= {"messages": request.messages, "add_generation_prompt": True}
+        payload = msgspec.json.encode(body)
+        for url in self._rng.sample(urls, min(ATTEMPTS, len(urls))):
+            tokens = await self._ask(f"{url.rstrip('/')}/tokenize", payload, field)
+            if tokens is not None:
+                return tokens
+        raise NoReplica("no engine of this model could tokenise the prompt", field=field, remedy=_REMEDY)
+
+    async def _ask(self, url: str, payload: bytes, field: str) -> list[int] | None:
+        """None: this engine cannot answer, another may."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(timeout=self._timeout)
+        try:
+            async with self._session.post(
+                url, data=io.BytesIO(payload), headers={"Content-Type": "application/json"}, allow_redirects=False
+            ) as response:
+                if response.status in (400, 413, 422):
+                    raise InvalidField("the engine refused to tokenise it", field=field, remedy=_REMEDY)
+                if response.status != 200:
+                    return None
+                answer = bytearray()
+                async for chunk in response.content.iter_any():
+                    answer += chunk
+                    if len(answer) > MAX_ANSWER_BYTES:
+                        return None
+                return self._decode(answer).tokens
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, ValueError):
+            return None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
