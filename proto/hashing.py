@@ -16,14 +16,17 @@ extra keys that overlap them; extending a chain never changes a key it already g
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NewType
+from typing import Annotated, Any, Literal, NewType, cast, overload
 
 import cbor2
 import msgspec
 
 from .errors import UnhashableBlock
+from .native import kernel
 
 BlockHash = NewType("BlockHash", bytes)
 """32 bytes: the canonical hash of a block and, through its parent, of its whole prefix."""
@@ -63,11 +66,15 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Attention and position configuration (RoPE scaling, sliding window, …)."""
     kv_dtype: str = ""
     kv_layout: str = ""
+    lookahead: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    """Tokens after a block that its KV depends on as well: what the engines' drafting looks ahead (EAGLE, MTP)."""
 
     @property
     def id(self) -> NamespaceId:
-        """Digest over every field, in declaration order."""
-        fields = [[name, getattr(self, name)] for name in self.__struct_fields__]
+        """Digest over every field, in declaration order; over `lookahead` only where there is one."""
+        fields = [[name, getattr(self, name)] for name in self.__struct_fields__ if name != "lookahead"]
+        if self.lookahead != 0:
+            fields.append(["lookahead", self.lookahead])
         return NamespaceId(_sha256(_cbor(fields, canonical=True)).hexdigest()[:16])
 
     @property
@@ -95,6 +102,21 @@ def block_hash(parent: bytes, tokens: Sequence[int], extra_keys: Sequence[Any] |
 def block_key(digest: bytes) -> BlockKey:
     """The 8-byte name of a block."""
     return BlockKey(digest[-KEY_BYTES:])
+
+
+def chain_hashes(parent: BlockHash, block_size: int, tokens: Sequence[int]) -> list[BlockHash]:
+    """Canonical hashes of consecutive full blocks below `parent`, none with extra keys.
+
+    tokens: a whole number of blocks.
+    """
+    packed = None if kernel is None else _packed(tokens, 0, len(tokens))
+    if kernel is not None and packed is not None:
+        return cast("list[BlockHash]", kernel.chain_hashes(parent, packed, block_size))
+    hashes = []
+    for at in range(0, len(tokens), block_size):
+        parent = block_hash(parent, tokens[at : at + block_size])
+        hashes.append(parent)
+    return hashes
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,37 +161,201 @@ class PromptExtras(msgspec.Struct, frozen=True, kw_only=True):
 NO_EXTRAS = PromptExtras()
 
 
+def looking_ahead(extra_keys: Sequence[Any] | None, tokens: Sequence[int]) -> list[Any]:
+    """Extra keys of a block that also depends on the tokens after it. Source: vLLM 0.33, prefill lookahead."""
+    return [None if extra_keys is None else list(extra_keys), *tokens]
+
+
+class PackedTokens(Sequence[int]):
+    """Token ids as they travel best: little-endian u32 in one bytes object. Slices are lists."""
+
+    __slots__ = ("_view", "raw")
+
+    def __init__(self, raw: bytes) -> None:
+        """raw: a whole number of tokens."""
+        self.raw = raw
+        view = array("I", raw)
+        if sys.byteorder == "big":
+            view.byteswap()
+        self._view = view
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        return self._view[at].tolist() if isinstance(at, slice) else self._view[at]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._view)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, PackedTokens):
+            return self.raw == other.raw
+        return self._view.tolist() == other if isinstance(other, list) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as lists have none
+
+    def __repr__(self) -> str:
+        return f"PackedTokens(of {len(self)})"  # never the tokens themselves
+
+
+def token_ids_of(raw: bytes) -> list[int]:
+    """Packed tokens, typed as what they stand in for: everything read of `token_ids` is what sequences offer."""
+    return cast("list[int]", PackedTokens(raw))
+
+
+def _packed(tokens: Sequence[int], start: int, stop: int) -> bytes | None:
+    """tokens[start:stop] as little-endian u32; None if some token has more than 32 bits."""
+    if isinstance(tokens, PackedTokens):
+        return tokens.raw[4 * start : 4 * stop]
+    try:
+        span = array("I", tokens[start:stop])
+    except OverflowError:
+        return None
+    if sys.byteorder == "big":
+        span.byteswap()
+    return span.tobytes()
+
+
+MEMO_SPANS = 16_384
+"""Spans of 32 blocks whose hashes this process remembers, about 500 bytes each: half a million blocks."""
+
+
+class SpanMemo:
+    """Hashes of spans seen before, so that a prefix many prompts share is hashed once.
+
+    Looking a span up costs a tenth of hashing it (with the native kernel's own memo, a fifth). Kept are keys and
+    hashes, never tokens: a span's name is a digest of its parent hash and its tokens.
+
+    Bound: `capacity` spans of SPAN blocks; beyond it the ones unused longest go first.
+    """
+
+    SPAN = 32
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._spans: dict[bytes, tuple[bytes, bytes]] = {}
+
+    def get(self, name: bytes) -> tuple[bytes, bytes] | None:
+        """(keys end to end, last hash) of a span."""
+        found = self._spans.pop(name, None)
+        if found is not None:
+            self._spans[name] = found  # now the newest
+        return found
+
+    def put(self, name: bytes, keys: Sequence[BlockKey], last: bytes) -> None:
+        self._spans[name] = b"".join(keys), last
+        if len(self._spans) > self.capacity:
+            del self._spans[next(iter(self._spans))]
+
+
+# One per process, since prompts for all models and routers share prefixes with themselves only.
+_memo = SpanMemo(MEMO_SPANS)
+_native_memo = None if kernel is None else kernel.SpanMemo(MEMO_SPANS)
+
+
 class Chain:
     """The block keys of one prompt, hashed only as far as somebody asks.
 
     A lookup that stops at the first miss pays for the matched prefix plus one chunk, not for the prompt.
     """
 
-    __slots__ = ("_extras", "_hash", "_keys", "_tokens", "block_size", "blocks")
+    __slots__ = ("_extras", "_hash", "_keys", "_lookahead", "_tokens", "block_size", "blocks")
 
     def __init__(
-        self, root: BlockHash, block_size: int, tokens: Sequence[int], extras: PromptExtras = NO_EXTRAS
+        self,
+        root: BlockHash,
+        block_size: int,
+        tokens: Sequence[int],
+        extras: PromptExtras = NO_EXTRAS,
+        *,
+        lookahead: int = 0,
     ) -> None:
-        """tokens: the whole prompt; only its ⌊len/block_size⌋ full blocks have keys."""
+        """tokens: the whole prompt; only its full blocks have keys, and those only with `lookahead` tokens after
+        them."""
         self.block_size = block_size
-        self.blocks = len(tokens) // block_size
+        self.blocks = max(0, len(tokens) - lookahead) // block_size
         self._tokens = tokens
-        self._extras = None if extras == NO_EXTRAS else extras
+        self._extras = None if extras == NO_EXTRAS and not lookahead else extras
+        self._lookahead = lookahead
         self._hash: bytes = root
         self._keys: list[BlockKey] = []
 
+    @classmethod
+    def of_keys(cls, keys: Sequence[BlockKey]) -> Chain:
+        """A chain whose keys are known already, for audits: the prompt itself is not needed."""
+        chain = cls(BlockHash(b""), 1, ())
+        chain.blocks = len(keys)
+        chain._keys = list(keys)
+        return chain
+
     def keys(self, count: int) -> list[BlockKey]:
         """At least the first min(count, blocks) keys, in order. The list is the chain's own: do not change it."""
-        keys, size, extras = self._keys, self.block_size, self._extras
+        keys = self._keys
         count = min(count, self.blocks)
+        if count > len(keys):
+            extend = self._extend_natively if kernel is not None else self._extend
+            extend(len(keys), count)
+        return keys
+
+    def _extend_natively(self, start: int, stop: int) -> None:
+        assert kernel is not None
+        size = self.block_size
+        packed = _packed(self._tokens, start * size, stop * size)
+        if packed is None:
+            self._hash_each(start, stop)
+            return
+        encoded: list[bytes | None] | None = None
+        if self._extras is not None:
+            encoded = []
+            for i in range(start, stop):
+                extra = self._extra(self._extras, i)
+                encoded.append(None if extra is None else _cbor(extra, canonical=True))
+        self._hash = kernel.extend_chain(
+            self._hash, packed, size, cast("list[bytes]", self._keys), encoded, _native_memo
+        )
+
+    def _extra(self, extras: PromptExtras, index: int) -> list[Any] | None:
+        start, end = index * self.block_size, (index + 1) * self.block_size
+        keys = extras.for_block(start, end + self._lookahead)
+        return looking_ahead(keys, self._tokens[end : end + self._lookahead]) if self._lookahead else keys
+
+    def _extend(self, start: int, stop: int) -> None:
+        """Whole aligned spans through the memo, the rest block by block."""
+        span, size = SpanMemo.SPAN, self.block_size
+        while start < stop:
+            end = min(stop, start + span - start % span)
+            packed = None
+            if end - start == span and self._extras is None:
+                packed = _packed(self._tokens, start * size, end * size)
+            if packed is None:
+                self._hash_each(start, end)
+            else:
+                name = _sha256(b"%b%d:%b" % (self._hash, size, packed)).digest()
+                known = _memo.get(name)
+                if known is not None:
+                    flat, self._hash = known
+                    self._keys += [BlockKey(flat[i : i + KEY_BYTES]) for i in range(0, len(flat), KEY_BYTES)]
+                else:
+                    self._hash_each(start, end)
+                    _memo.put(name, self._keys[start:end], self._hash)
+            start = end
+
+    def _hash_each(self, start: int, stop: int) -> None:
+        keys, size, extras = self._keys, self.block_size, self._extras
         parent = self._hash
-        for i in range(len(keys), count):
-            start = i * size
-            extra = extras.for_block(start, start + size) if extras is not None else None
-            parent = _sha256(_cbor([parent, self._tokens[start : start + size], extra], canonical=True)).digest()
+        for i in range(start, stop):
+            at = i * size
+            extra = self._extra(extras, i) if extras is not None else None
+            parent = _sha256(_cbor([parent, self._tokens[at : at + size], extra], canonical=True)).digest()
             keys.append(BlockKey(parent[-KEY_BYTES:]))
         self._hash = parent
-        return keys
 
 
 def event_extra_keys(

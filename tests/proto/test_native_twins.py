@@ -1,0 +1,204 @@
+"""The native kernel and its pure twins say the same, of what is well formed and of what is not."""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from metatrie.proto.api import MAX_PROMPT_TOKENS, MatchRequest
+from metatrie.proto.errors import InvalidField, MalformedBatch
+from metatrie.proto.events import BlockStored, decode_batch
+from metatrie.proto.hashing import BlockHash, Chain, PackedTokens, block_hash, block_key, chain_hashes, none_hash
+from metatrie.proto.http import Body, PromptBody
+from metatrie.proto.http_front import HotHead
+from metatrie.proto.native import kernel
+
+needs_kernel = pytest.mark.skipif(
+    kernel is None, reason="the native kernel is not installed, or METATRIE_PURE is set"
+)
+HEAD = HotHead({"Content-Type": "application/json"}, "127.0.0.1")
+MSGPACK_HEAD = HotHead({"Content-Type": "application/msgpack"}, "127.0.0.1")
+ROOT = none_hash("0")
+TOKENS = st.integers(0, 2**32 - 1)
+
+
+def said(body: Body[MatchRequest], doc: bytes, head: HotHead = HEAD) -> Any:
+    """What a body decodes to, or the error it is refused with."""
+    try:
+        request = body.decode(head, doc)
+    except InvalidField as error:
+        return error.field, error.detail
+    ids = request.token_ids
+    return (
+        None if ids is None else list(ids),
+        {name: getattr(request, name) for name in request.__struct_fields__ if name != "token_ids"},
+    )
+
+
+def agree(doc: bytes) -> Any:
+    ordinary, split = said(Body(MatchRequest), doc), said(PromptBody(MatchRequest), doc)
+    assert ordinary == split
+    return split
+
+
+spaces = st.text(" \t\r\n", max_size=3)
+scalars = st.one_of(st.integers(-5, 2**33), st.floats(allow_nan=False), st.text(max_size=8), st.none(), st.booleans())
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner)
+)
+
+
+@needs_kernel
+@given(
+    st.lists(TOKENS | scalars, max_size=20) | values,
+    st.dictionaries(st.sampled_from(["model", "lora", "limit", "x", "token_ids"]) | st.text(max_size=9), values),
+    st.randoms(use_true_random=False),
+    spaces,
+)
+def test_json_bodies(ids: Any, more: dict[str, Any], rng: random.Random, space: str) -> None:
+    fields = [("model", "m"), ("token_ids", ids), *more.items()]
+    rng.shuffle(fields)
+    separator = f"{space},{space}"
+    doc = "{" + separator.join(f"{json.dumps(k)}{space}:{json.dumps(v)}" for k, v in fields) + "}" + space
+    agree(doc.encode())
+    cut = rng.randrange(len(doc))
+    agree(doc[:cut].encode())
+    agree((doc[:cut] + rng.choice('{}[],:"\\0x') + doc[cut + 1 :]).encode())
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    "ids",
+    ["[01]", "[-0]", "[1.0]", "[1e2]", "[4294967296]", "[4294967295]", "[0]", "[]", "[1,]", "[,1]", "[1 2]", "[[1]]"],
+)
+def test_numbers_of_every_kind(ids: str) -> None:
+    agree(f'{{"model":"m","token_ids":{ids}}}'.encode())
+
+
+@needs_kernel
+@pytest.mark.parametrize("tail", ["", " ", "        ", ",7", ", 7"])
+@pytest.mark.parametrize("digits", range(1, 12))
+def test_numbers_of_every_length(digits: int, tail: str) -> None:
+    for number in (10 ** (digits - 1), 10**digits - 1):
+        agree(f'{{"token_ids":[{number}{tail}],"model":"m"}}'.encode())
+
+
+@needs_kernel
+def test_a_key_may_be_spelled_in_escapes_and_come_twice() -> None:
+    assert agree(rb'{"model":"m","token\u005fids":[1],"token_ids":[2]}')[0] == [2]
+    assert agree(b'{"model":"m","token_ids":[1],"token_ids":[2]}')[0] == [2]
+    assert agree(b'{"model":"m","x":{"token_ids":[1]},"token_ids":[2]}')[0] == [2]
+
+
+def test_too_many_tokens_are_refused_either_way() -> None:
+    doc = json.dumps({"model": "m", "token_ids": [1] * (MAX_PROMPT_TOKENS + 1)}).encode()
+    assert said(Body(MatchRequest), doc) == said(PromptBody(MatchRequest), doc)
+    assert said(PromptBody(MatchRequest), doc)[0] == "token_ids"
+
+
+@given(st.lists(TOKENS, min_size=1, max_size=40))
+def test_token_ids_may_come_packed(ids: list[int]) -> None:
+    raw = array("I", ids).tobytes()
+    packed = msgspec.msgpack.encode({"model": "m", "token_ids": raw})
+    listed = msgspec.msgpack.encode({"model": "m", "token_ids": ids})
+    body = PromptBody(MatchRequest)
+    assert said(body, packed, MSGPACK_HEAD) == said(body, listed, MSGPACK_HEAD)
+    assert said(body, msgspec.json.encode({"model": "m", "token_ids": raw})) == said(body, listed, MSGPACK_HEAD)
+    half = msgspec.msgpack.encode({"model": "m", "token_ids": raw[:-1]})
+    assert said(body, half, MSGPACK_HEAD)[0] == "token_ids"
+
+
+@given(st.lists(TOKENS, max_size=70), st.integers(1, 17))
+def test_hashes_of_packed_tokens_and_lists(ids: list[int], size: int) -> None:
+    whole = len(ids) // size * size
+    expected: list[BlockHash] = []
+    for at in range(0, whole, size):
+        expected.append(block_hash(expected[-1] if expected else ROOT, ids[at : at + size]))
+    packed = PackedTokens(array("I", ids).tobytes())
+    assert list(packed) == ids == packed[:]
+    assert packed == ids
+    assert chain_hashes(ROOT, size, ids[:whole]) == chain_hashes(ROOT, size, packed[:whole]) == expected
+    for tokens in (ids, packed, tuple(ids)):
+        assert Chain(ROOT, size, tokens).keys(99) == [block_key(digest) for digest in expected]
+
+
+def test_tokens_past_32_bits_are_hashed_all_the_same() -> None:
+    ids = [2**40, 1, 2, 3]
+    assert Chain(ROOT, 2, ids).keys(2) == [block_key(d) for d in chain_hashes(ROOT, 2, ids)]
+    assert chain_hashes(ROOT, 2, ids)[0] == block_hash(ROOT, ids[:2])
+
+
+def test_a_prefix_seen_before_gives_the_same_keys() -> None:
+    """The memo of pure Python: whole spans, in other prompts, after other parents, in other block sizes."""
+    rng = random.Random(3)
+    shared = [rng.randrange(1000) for _ in range(64 * 4)]
+    for size in (4, 2, 4):
+        for head in ([], [7] * size):
+            prompt = [*head, *shared, rng.randrange(1000), 1, 2, 3]
+            keys = Chain(ROOT, size, prompt).keys(1000)
+            assert keys == [block_key(d) for d in chain_hashes(ROOT, size, prompt[: len(keys) * size])]
+
+
+def event(rng: random.Random) -> Any:
+    tokens: Any = [rng.choice([rng.randrange(200), rng.randrange(2**32)]) for _ in range(16 * rng.randrange(4))]
+    if rng.random() < 0.2:
+        tokens = rng.choice([None, "x", b"xxxx", [1, -1], [2**40], [[1, 2]], [1.5], 5, [True], {"a": 1}, [None]])
+    fields = {
+        "type": "BlockStored",
+        "block_hashes": [
+            rng.choice([rng.randrange(2**64), rng.randbytes(32)]) for _ in range(len(tokens or ()) // 16)
+        ]
+        if isinstance(tokens, list)
+        else [],
+        "parent_block_hash": rng.choice([None, 5]),
+        "token_ids": tokens,
+        "block_size": 16,
+        "lora_id": None,
+        "medium": rng.choice(["GPU", None, 3]),
+        "extra_keys": rng.choice([None, [["salt"]], [[["token_ids", 1]]]]),
+    }
+    kind = rng.random()
+    if kind < 0.5:
+        if rng.random() < 0.5:
+            items = list(fields.items())
+            rng.shuffle(items)
+            fields = dict(items)
+        return fields
+    if kind < 0.8:
+        return list(fields.values())[: rng.randrange(1, 9)]
+    return rng.choice([["BlockRemoved", [1], "GPU"], {"type": "AllBlocksCleared"}, 7, [], {}, "BlockStored", None])
+
+
+@needs_kernel
+@pytest.mark.parametrize("seed", range(400))
+def test_event_batches(seed: int) -> None:
+    rng = random.Random(seed)
+    payload = msgspec.msgpack.encode([1.5, [event(rng) for _ in range(rng.randrange(4))], rng.choice([None, 0])])
+    for _ in range(6):
+        both: list[Any] = []
+        for pack in (False, True):
+            try:
+                both.append(decode_batch(payload, pack_tokens=pack))
+            except MalformedBatch as error:
+                both.append(error.cause)
+        assert both[0] == both[1]
+        if not isinstance(both[1], str):
+            for one in both[1].events:
+                if isinstance(one, BlockStored):
+                    assert all(type(token) is int for token in one.tokens)
+        at = rng.randrange(len(payload))
+        payload = payload[:at] + rng.randbytes(rng.randrange(3)) + payload[at + rng.randrange(3) :] or b"\x90"
+
+
+@needs_kernel
+def test_an_engine_cannot_send_packed_tokens_itself() -> None:
+    raw = array("I", range(16)).tobytes()
+    forged = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "block_size": 16}
+    payload = msgspec.msgpack.encode([0.0, [{**forged, "token_ids": msgspec.msgpack.Ext(84, raw)}], 0])
+    assert [skipped.cause for skipped in decode_batch(payload, pack_tokens=True).skipped] == ["token_ids"]
