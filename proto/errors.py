@@ -11,11 +11,14 @@ MetatrieError
 │   ├── NotFound           unknown model, replica or reservation (404)
 │   ├── Conflict           the name is taken (409)
 │   ├── BodyTooLarge       a body over the configured limit (413)
+│   ├── TooManyRequests    a bound on what is outstanding, or the caller's own limit (429, retry later)
 │   └── NoReplica          nothing live can serve this (503, the caller may retry)
 ├── StoreError             the index store let us down
 │   ├── StoreUnavailable   not reachable, timed out or failing over
 │   └── StoreRefused       reachable, but unfit or full (eviction policy, out of memory)
 ├── Superseded             somebody else owns this replica's registration now
+├── BadCheckpoint          a consumer's checkpoint is damaged, or was written for something else
+├── BadRecording           a file given as a recording is none, or one we cannot read
 └── ConfigError            a setting is wrong; the text names the setting and the remedy
 """
 
@@ -89,6 +92,17 @@ class BodyTooLarge(CallerError):
     title = "Body too large"
 
 
+class TooManyRequests(CallerError):
+    """`retry_after_s`: when it may be worth trying again."""
+
+    status = 429
+    title = "Too many requests"
+
+    def __init__(self, detail: str, *, field: str | None = None, remedy: str | None = None, retry_after_s: int = 1):
+        super().__init__(detail, field=field, remedy=remedy)
+        self.retry_after_s = retry_after_s
+
+
 class NoReplica(CallerError):
     status = 503
     title = "No replica available"
@@ -107,7 +121,22 @@ class StoreRefused(StoreError):
 
 
 class Superseded(MetatrieError):
-    """Somebody else owns this replica's registration now; the loser stands by and must not write."""
+    """Somebody else owns this replica's registration now; the loser stands by and must not write.
+
+    `retry_s`: what is left of the other's lease, where that is what stands in the way.
+    """
+
+    def __init__(self, text: str, *, retry_s: float | None = None) -> None:
+        super().__init__(text)
+        self.retry_s = retry_s
+
+
+class BadCheckpoint(MetatrieError):
+    """A consumer's checkpoint is damaged, or was written for something else. Reads as `checkpoint <text>`."""
+
+
+class BadRecording(MetatrieError):
+    """A file given as a recording is none, or one this version cannot read. The text names the file."""
 
 
 class ConfigError(MetatrieError):

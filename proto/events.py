@@ -23,7 +23,9 @@ from typing import Annotated, Any, NewType, cast
 import msgspec
 
 from .errors import MalformedBatch
+from .hashing import PackedTokens
 from .index import Tier
+from .native import kernel
 
 EngineHash = NewType("EngineHash", int)
 """Unsigned 64-bit: what an engine calls a block on the wire, reduced as vLLM reduces 32-byte hashes."""
@@ -37,6 +39,12 @@ MAX_PAYLOAD_BYTES = 32 << 20
 
 FULL_ATTENTION_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 """Group kinds whose blocks form a prefix chain. A nil kind means an engine that has only one group."""
+WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
+"""Group kinds that need the blocks of their window before the point where a prompt goes on, and no others."""
+STATE_KINDS = frozenset({"mamba"})
+"""Group kinds whose one block at that point stands for everything before it."""
+UNCACHED_KINDS = frozenset({"encoder_only_attention", "cross_attention"})
+"""Group kinds that take no part in prefix caching."""
 
 _TIERS = {
     "gpu": Tier.GPU,
@@ -73,6 +81,8 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     group: int = 0
     kind: str | None = None
     """vLLM's kv_cache_spec_kind; None on engines that do not publish it."""
+    window: int | None = None
+    """Tokens of this group's sliding window; None where there is none, or none was published."""
     lora_id: int | None = None
     lora_name: str | None = None
     extra_keys: list[Any] | None = None
@@ -80,6 +90,8 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cache_salt: str | None = None
     lookahead: bool = False
     """The hashes also cover tokens past the block (speculative decoding): same text, other hash."""
+    lookahead_tokens: list[list[int]] | None = None
+    """Those tokens, one list per hash; None where they cannot be told from the event."""
     remote: bool = False
     """The copy is not in this engine's own memory; its `medium` is then never `gpu`."""
     session_id: str | None = None
@@ -133,8 +145,14 @@ class _TokenPairs(msgspec.Struct):
     ids: list[tuple[_Token, _Token]]
 
 
+class _TokenLists(msgspec.Struct):
+    ids: list[list[_Token]]
+
+
 _decode = msgspec.msgpack.Decoder().decode
 _decode_raw = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_decode_packed = msgspec.msgpack.Decoder(ext_hook=lambda _, data: PackedTokens(bytes(data))).decode
+"""Of what the native kernel made of a payload: it leaves no extension value of the engine's in."""
 _UNDECODABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 _STORED = (
@@ -158,13 +176,17 @@ _RFC1527_FIELDS = {"seq_hashes": "block_hashes", "parent_hash": "parent_block_ha
 _MAX_SECONDS = 1e11
 
 
-def decode_batch(payload: bytes) -> Batch:
-    """Decode one payload frame. Raises MalformedBatch when it is no batch; bad events are skipped and listed."""
+def decode_batch(payload: bytes, *, pack_tokens: bool = False) -> Batch:
+    """Decode one payload frame. Raises MalformedBatch when it is no batch; bad events are skipped and listed.
+
+    pack_tokens: where the native kernel can, `tokens` are PackedTokens, which stand in for a list but for encoding.
+    """
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise MalformedBatch("too_large")
     skipped: list[Skipped] = []
+    packed = kernel.pack_token_ids(payload) if pack_tokens and kernel is not None else None
     try:
-        batch = _decode(payload)
+        batch = _decode(payload) if packed is None else _decode_packed(packed)
     except _UNDECODABLE:
         batch = _salvage(payload, skipped)
     if not isinstance(batch, list):
@@ -256,10 +278,16 @@ def _stored(f: dict[Any, Any]) -> BlockStored:
     get = f.get
     hashes = _hashes(get("block_hashes"))
     parent = get("parent_block_hash")
-    tokens, paired = _tokens(get("token_ids"))
+    tokens, ahead = _tokens(get("token_ids"))
     block_size = _int(get("block_size"), "block_size") or 0
     if block_size < 0:
         raise _Bad("block_size")
+    lookahead = get("lookahead_token_ids")
+    lookahead_tokens = None
+    if lookahead:
+        lookahead_tokens = _lookahead(lookahead, len(hashes))
+    elif ahead is not None and 0 < block_size * len(hashes) == len(tokens):
+        lookahead_tokens = [[token] for token in ahead[block_size - 1 :: block_size]]
     medium, group, remote = _where(f)
     return BlockStored(
         hashes=hashes,
@@ -269,11 +297,13 @@ def _stored(f: dict[Any, Any]) -> BlockStored:
         medium=medium,
         group=group,
         kind=_text(get("kv_cache_spec_kind"), "kv_cache_spec_kind"),
+        window=_window(get("kv_cache_spec_sliding_window")),
         lora_id=_int(get("lora_id"), "lora_id"),
         lora_name=_text(get("lora_name"), "lora_name"),
         extra_keys=_extra_keys(get("extra_keys"), len(hashes)),
         cache_salt=_text(get("cache_salt"), "cache_salt"),
-        lookahead=paired or bool(get("lookahead_token_ids")),
+        lookahead=ahead is not None or bool(lookahead),
+        lookahead_tokens=lookahead_tokens,
         remote=remote,
         session_id=_text(get("session_id"), "session_id"),
     )
@@ -300,17 +330,30 @@ def _hashes(value: Any) -> list[EngineHash]:
     return cast("list[EngineHash]", hashes)
 
 
-def _tokens(value: Any) -> tuple[list[int], bool]:
-    """Flat token ids, and whether they came as (token, next token) pairs (SGLang with EAGLE)."""
+def _tokens(value: Any) -> tuple[list[int], list[int] | None]:
+    """Flat token ids; and those that follow each, if they came as (token, next token) pairs (SGLang with EAGLE)."""
+    if type(value) is PackedTokens:
+        return cast("list[int]", value), None
     if not value and (value is None or isinstance(value, list)):
-        return [], False
+        return [], None
     try:
         # Through a struct, because msgspec keeps the compiled type there; a bare list type is compiled per call.
         if isinstance(value, list) and isinstance(value[0], list):
-            return [first for first, _ in msgspec.convert({"ids": value}, _TokenPairs).ids], True
-        return msgspec.convert({"ids": value}, _FlatTokens).ids, False
+            pairs = msgspec.convert({"ids": value}, _TokenPairs).ids
+            return [first for first, _ in pairs], [second for _, second in pairs]
+        return msgspec.convert({"ids": value}, _FlatTokens).ids, None
     except msgspec.ValidationError:
         raise _Bad("token_ids") from None
+
+
+def _lookahead(value: Any, hashes: int) -> list[list[int]]:
+    try:
+        tokens = msgspec.convert({"ids": value}, _TokenLists).ids
+    except msgspec.ValidationError:
+        raise _Bad("lookahead_token_ids") from None
+    if len(tokens) < hashes:
+        raise _Bad("lookahead_token_ids")
+    return tokens
 
 
 def _extra_keys(value: Any, hashes: int) -> list[Any] | None:
@@ -347,6 +390,11 @@ def _where(f: dict[Any, Any]) -> tuple[str, int, bool]:
     if type(group) is not int or not 0 <= group < MAX_GROUPS:
         raise _Bad("group_idx")
     return name, group, remote
+
+
+def _window(value: Any) -> int | None:
+    """Not a name of anything, so nothing is lost with a bad one but the knowledge of how far the window reaches."""
+    return value if type(value) is int and value > 0 else None
 
 
 def _int(value: Any, cause: str) -> int | None:

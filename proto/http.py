@@ -1,8 +1,10 @@
 """HTTP conventions shared by every server of ours: problem documents, typed bodies, bounds, metrics, lifecycle.
 
 Strategy. One middleware, and thin functions that handlers call; a request costs what aiohttp costs plus a few
-microseconds. Every error leaves as an RFC 9457 problem document, including those aiohttp raises by itself (404,
-405, 413); only a request so malformed that no HTTP parser accepts it gets aiohttp's own 400.
+microseconds. An endpoint that must cost less is made *hot* with `add_hot_route`: http_front.py then answers its plain
+requests without aiohttp, under the same conventions. Every error leaves as an RFC 9457 problem document, including
+those aiohttp raises by itself (404, 405, 413); only a request so malformed that no HTTP parser accepts it gets
+aiohttp's own 400.
 
 Bounds. A body is at most `max_body_bytes`, after decompression, and must arrive within `body_timeout_s`. At most
 `max_in_flight` requests run at a time, more are answered 503. An idle or header-less connection is closed after
@@ -20,6 +22,7 @@ import re
 import time
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -29,7 +32,7 @@ from aiohttp.typedefs import Middleware
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import choose_encoder
 
-from .api import Problem
+from .api import MAX_PROMPT_TOKENS, Problem, PromptRequest
 from .errors import (
     BodyTooLarge,
     CallerError,
@@ -38,7 +41,11 @@ from .errors import (
     StoreError,
     StoreRefused,
     Superseded,
+    TooManyRequests,
 )
+from .hashing import token_ids_of
+from .http_front import Front, HotAnswer, HotHead, HotRoute, HotRoutes, RequestHead
+from .native import Kernel, kernel
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 """8 MiB: about a million token ids in JSON; a prompt of 128k tokens takes less than 1 MiB."""
@@ -53,6 +60,7 @@ PROBLEM_JSON = "application/problem+json"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
+P = TypeVar("P", bound=PromptRequest)
 
 _log = logging.getLogger("metatrie.http")
 _json_encode = msgspec.json.Encoder().encode
@@ -122,6 +130,22 @@ def _plain(status: int, title: str, detail: str, remedy: str | None) -> Problem:
 # Bodies
 
 
+async def read_body(request: web.Request, *, timeout_s: float = DEFAULT_BODY_TIMEOUT_S) -> bytes:
+    """The body as it came, decompressed. Raises InvalidField, and aiohttp's 413 and 408."""
+    try:
+        if request.content.is_eof():  # it came with the headers: no timer to pay for
+            return await request.read()
+        async with asyncio.timeout(timeout_s):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None
+    except web.RequestPayloadError:
+        raise InvalidField(
+            "the body does not follow its own framing or encoding headers",
+            remedy="check Content-Length, Transfer-Encoding and Content-Encoding",
+        ) from None
+
+
 class Body(Generic[T]):
     """Reads request bodies as one struct type, from JSON or MessagePack by Content-Type (JSON if there is none)."""
 
@@ -137,32 +161,42 @@ class Body(Generic[T]):
         Raises InvalidField naming the field path (or no field, if the body is no document at all), and aiohttp's
         413, 408 and 415.
         """
-        decode: Callable[[bytes], T]
-        declared = request.headers.get("Content-Type")
+        decode = self._decoder(request)
+        return decode_as(decode, await read_body(request, timeout_s=self._timeout_s))
+
+    def decode(self, head: RequestHead, raw: bytes) -> T:
+        """As `read`, of a body that is here already."""
+        return decode_as(self._decoder(head), raw)
+
+    def _decoder(self, head: RequestHead) -> Callable[[bytes], T]:
+        declared = head.headers.get("Content-Type")
         if declared is None or declared == JSON:
-            decode = self._json
-        else:
-            media_type = declared.partition(";")[0].strip().lower()
-            if media_type == JSON or media_type.endswith("+json"):
-                decode = self._json
-            elif media_type.endswith("msgpack"):
-                decode = self._msgpack
-            else:
-                raise web.HTTPUnsupportedMediaType
-        try:
-            if request.content.is_eof():  # it came with the headers: no timer to pay for
-                raw = await request.read()
-            else:
-                async with asyncio.timeout(self._timeout_s):
-                    raw = await request.read()
-        except TimeoutError:
-            raise web.HTTPRequestTimeout from None
-        except web.RequestPayloadError:
-            raise InvalidField(
-                "the body does not follow its own framing or encoding headers",
-                remedy="check Content-Length, Transfer-Encoding and Content-Encoding",
-            ) from None
-        return decode_as(decode, raw)
+            return self._json
+        media_type = declared.partition(";")[0].strip().lower()
+        if media_type == JSON or media_type.endswith("+json"):
+            return self._json
+        if media_type.endswith("msgpack"):
+            return self._msgpack
+        raise web.HTTPUnsupportedMediaType
+
+
+class PromptBody(Body[P]):
+    """A body that names a prompt: the native kernel, where there is one, reads its token ids out of JSON."""
+
+    def __init__(self, kind: type[P], *, timeout_s: float = DEFAULT_BODY_TIMEOUT_S) -> None:
+        super().__init__(kind, timeout_s=timeout_s)
+        if kernel is not None:
+            self._json = partial(_decode_split, kernel, self._json)
+
+
+def _decode_split(kernel: Kernel, decode: Callable[[bytes], P], raw: bytes) -> P:
+    parts = kernel.split_token_ids(raw, MAX_PROMPT_TOKENS)
+    if parts is None:
+        return decode(raw)
+    tokens, rest = parts
+    request = decode(rest)
+    request.token_ids = token_ids_of(tokens)
+    return request
 
 
 def decode_as(decode: Callable[[bytes], T], raw: bytes) -> T:
@@ -197,13 +231,18 @@ def _where(message: str) -> tuple[str, str | None]:
 
 def reply(request: web.Request, value: object, *, status: int = 200) -> web.Response:
     """The value as MessagePack if Accept asks for it (or, with no preference, if the request body was), else JSON."""
-    headers = request.headers
-    wanted = headers.get("Accept")
+    media_type, body = encoded(request, value)
+    return web.Response(status=status, body=body, headers={"Content-Type": media_type})
+
+
+def encoded(head: RequestHead, value: object) -> tuple[str, bytes]:
+    """Media type and body of that reply."""
+    wanted = head.headers.get("Accept")
     if wanted is None or wanted == "*/*":
-        wanted = headers.get("Content-Type", JSON)
+        wanted = head.headers.get("Content-Type", JSON)
     if "msgpack" in wanted:
-        return web.Response(status=status, body=_msgpack_encode(value), headers={"Content-Type": MSGPACK})
-    return web.Response(status=status, body=_json_encode(value), headers={"Content-Type": JSON})
+        return MSGPACK, _msgpack_encode(value)
+    return JSON, _json_encode(value)
 
 
 # Metrics
@@ -231,12 +270,14 @@ class HttpMetrics:
         )
         self._children: dict[tuple[object, int], tuple[Counter, Histogram]] = {}
 
-    def observe(self, request: web.Request, status: int, seconds: float) -> None:
-        route = request.match_info.route
-        key: tuple[object, int] = (route if route.resource is not None else None, status)
+    def observe(self, route: web.AbstractRoute | str, status: int, seconds: float) -> None:
+        """route: as aiohttp resolved it, or its label."""
+        key: tuple[object, int] = (route if isinstance(route, str) or route.resource is not None else None, status)
         children = self._children.get(key)
         if children is None:
-            label = f"{route.method} {route.resource.canonical}" if route.resource is not None else "unmatched"
+            label = route if isinstance(route, str) else "unmatched"
+            if not isinstance(route, str) and route.resource is not None:
+                label = f"{route.method} {route.resource.canonical}"
             children = self._requests.labels(label, str(status)), self._seconds.labels(label)
             self._children[key] = children
         children[0].inc()
@@ -263,33 +304,97 @@ def application(
     max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
 ) -> web.Application:
     """An empty application that follows these conventions; add routes to it."""
-    return web.Application(
-        middlewares=[_conventions(metrics, max_body_bytes, max_in_flight)], client_max_size=max_body_bytes
-    )
+    conventions = _Conventions(metrics, max_body_bytes, max_in_flight)
+    app = web.Application(middlewares=[conventions.middleware()], client_max_size=max_body_bytes)
+    app[_CONVENTIONS] = conventions
+    return app
 
 
-def _conventions(metrics: HttpMetrics, max_body_bytes: int, max_in_flight: int) -> Middleware:
-    in_flight = 0
-    logged: set[tuple[type[BaseException], str, int]] = set()
+HotHandler = Callable[[HotHead, bytes], Awaitable[tuple[str, bytes]]]
+"""Media type and body of a 200 answer to a POST with this body; raises as other handlers do."""
 
-    def unexpected(error: Exception) -> web.Response:
-        metrics.unexpected.inc()
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        cause = (type(error), frame.filename, frame.lineno or 0)
-        if cause not in logged and len(logged) < _MAX_LOGGED_CAUSES:
-            logged.add(cause)
-            # Frames only: the exception's text may quote a prompt.
-            where = "".join(traceback.format_tb(error.__traceback__))
-            _log.error("unexpected %s while serving a request\n%s", type(error).__name__, where)
-        return problem_response(_plain(500, "Internal Server Error", "this is a defect of the server", None))
 
-    def refusal(error: web.HTTPException) -> web.Response:
+def add_hot_route(app: web.Application, path: str, handler: HotHandler) -> None:
+    """Let plain POST requests to `path` be answered without aiohttp. The application, made by `application`, must
+    serve the path to all other requests as well, and to the same effect."""
+    conventions = app[_CONVENTIONS]
+    conventions.hot[path] = conventions.guarded(f"POST {path}", handler)
+
+
+class _Conventions:
+    """What becomes of every request of one application, whoever reads it off the wire."""
+
+    def __init__(self, metrics: HttpMetrics, max_body_bytes: int, max_in_flight: int) -> None:
+        self.max_body_bytes = max_body_bytes
+        self.hot: dict[str, HotRoute] = {}
+        self._metrics = metrics
+        self._max_in_flight = max_in_flight
+        self._in_flight = 0
+        self._logged: set[tuple[type[BaseException], str, int]] = set()
+
+    def middleware(self) -> Middleware:
+        @web.middleware
+        async def conventions(request: web.Request, handler: Handler) -> web.StreamResponse:
+            started = time.perf_counter()
+            response: web.StreamResponse
+            self._in_flight += 1
+            try:
+                response = await handler(request) if self._in_flight <= self._max_in_flight else _overloaded()
+            except Exception as error:  # the edge of the process: whatever it is must become an answer, and be seen
+                if isinstance(error, web.HTTPException) and error.status < 400:
+                    raise
+                if isinstance(error, ConnectionError) and (
+                    request.transport is None or request.transport.is_closing()
+                ):
+                    raise  # the caller hung up while sending; there is nobody to answer
+                response = self._refusal(error)
+            finally:
+                self._in_flight -= 1
+            self._metrics.observe(request.match_info.route, response.status, time.perf_counter() - started)
+            return response
+
+        return conventions
+
+    def guarded(self, label: str, handler: HotHandler) -> HotRoute:
+        """The handler of a hot route, under the same conventions."""
+
+        async def route(head: HotHead, body: bytes) -> HotAnswer:
+            started = time.perf_counter()
+            self._in_flight += 1
+            try:
+                if self._in_flight <= self._max_in_flight:
+                    media_type, content = await handler(head, body)
+                    answer = HotAnswer(200, {"Content-Type": media_type}, content)
+                else:
+                    answer = _hot(_overloaded())
+            except Exception as error:  # as above
+                answer = _hot(self._refusal(error))
+            finally:
+                self._in_flight -= 1
+            self._metrics.observe(label, answer.status, time.perf_counter() - started)
+            return answer
+
+        return route
+
+    def too_late(self) -> HotAnswer:
+        return _hot(self._refusal(web.HTTPRequestTimeout()))
+
+    def _refusal(self, error: Exception) -> web.Response:
         match error:
+            case CallerError():
+                retry_after_s = RETRY_AFTER_S if error.status == 503 else None
+                if isinstance(error, TooManyRequests):
+                    retry_after_s = error.retry_after_s
+                return problem_response(problem_of(error), retry_after_s=retry_after_s)
+            case StoreError():
+                return problem_response(problem_of(error), retry_after_s=RETRY_AFTER_S)
+            case Superseded():
+                return problem_response(problem_of(error))
             case web.HTTPRequestEntityTooLarge():
                 return problem_response(
                     problem_of(
                         BodyTooLarge(
-                            f"the body is larger than {max_body_bytes} bytes",
+                            f"the body is larger than {self.max_body_bytes} bytes",
                             remedy="send a shorter prompt, or MessagePack, or raise the server's body limit",
                         )
                     )
@@ -300,47 +405,40 @@ def _conventions(metrics: HttpMetrics, max_body_bytes: int, max_in_flight: int) 
                 )
             case web.HTTPRequestTimeout():
                 return problem_response(_plain(408, error.reason, "the body took too long to arrive", None))
-            case _:
+            case web.HTTPException():
                 response = problem_response(problem_of(error))
                 if "Allow" in error.headers:
                     response.headers["Allow"] = error.headers["Allow"]
                 return response
+            case _:
+                return self._unexpected(error)
 
-    def overloaded() -> web.Response:
-        return problem_response(
-            _plain(503, "Service Unavailable", "too many requests are in flight", "retry later, or elsewhere"),
-            retry_after_s=RETRY_AFTER_S,
-        )
+    def _unexpected(self, error: Exception) -> web.Response:
+        self._metrics.unexpected.inc()
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        cause = (type(error), frame.filename, frame.lineno or 0)
+        if cause not in self._logged and len(self._logged) < _MAX_LOGGED_CAUSES:
+            self._logged.add(cause)
+            # Frames only: the exception's text may quote a prompt.
+            where = "".join(traceback.format_tb(error.__traceback__))
+            _log.error("unexpected %s while serving a request\n%s", type(error).__name__, where)
+        return problem_response(_plain(500, "Internal Server Error", "this is a defect of the server", None))
 
-    @web.middleware
-    async def conventions(request: web.Request, handler: Handler) -> web.StreamResponse:
-        nonlocal in_flight
-        started = time.perf_counter()
-        response: web.StreamResponse
-        in_flight += 1
-        try:
-            response = await handler(request) if in_flight <= max_in_flight else overloaded()
-        except CallerError as error:
-            retry_after_s = RETRY_AFTER_S if error.status == 503 else None
-            response = problem_response(problem_of(error), retry_after_s=retry_after_s)
-        except StoreError as error:
-            response = problem_response(problem_of(error), retry_after_s=RETRY_AFTER_S)
-        except Superseded as error:
-            response = problem_response(problem_of(error))
-        except web.HTTPException as error:
-            if error.status < 400:
-                raise
-            response = refusal(error)
-        except Exception as error:  # the edge of the process: whatever it is must become a 500, and be seen
-            if isinstance(error, ConnectionError) and (request.transport is None or request.transport.is_closing()):
-                raise  # the caller hung up while sending; there is nobody to answer
-            response = unexpected(error)
-        finally:
-            in_flight -= 1
-        metrics.observe(request, response.status, time.perf_counter() - started)
-        return response
 
-    return conventions
+_CONVENTIONS = web.AppKey("conventions", _Conventions)
+
+
+def _overloaded() -> web.Response:
+    return problem_response(
+        _plain(503, "Service Unavailable", "too many requests are in flight", "retry later, or elsewhere"),
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+def _hot(response: web.Response) -> HotAnswer:
+    body = response.body
+    assert isinstance(body, bytes)
+    return HotAnswer(response.status, response.headers, body)
 
 
 class HttpServer:
@@ -352,17 +450,44 @@ class HttpServer:
     Stopping refuses new connections at once and gives running requests `grace_s` to end.
     """
 
-    def __init__(self, app: web.Application, *, host: str = "127.0.0.1", port: int = 0, grace_s: float = 5.0) -> None:
-        """port 0: the operating system picks one, see `port` after `start`."""
+    def __init__(
+        self,
+        app: web.Application,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        grace_s: float = 5.0,
+        share_port: bool = False,
+    ) -> None:
+        """port 0: the operating system picks one, see `port` after `start`. share_port: other processes of ours
+        listen on it, too, and the kernel spreads connections over them."""
+        self._share_port = share_port
         self._host = host
         self._port = port
+        self._grace_s = grace_s
         self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=KEEPALIVE_S, shutdown_timeout=grace_s)
+        self._listener: asyncio.Server | None = None
+        conventions = app.get(_CONVENTIONS)
+        self._hot: HotRoutes | None = None
+        if conventions is not None and conventions.hot:
+            self._hot = HotRoutes(
+                conventions.hot,
+                too_late=conventions.too_late,
+                max_body=conventions.max_body_bytes,
+                body_timeout_s=DEFAULT_BODY_TIMEOUT_S,
+                idle_s=KEEPALIVE_S,
+            )
 
     async def start(self) -> Self:
         """Raises ConfigError if the address cannot be listened on."""
         await self._runner.setup()
+        server, hot, loop = self._runner.server, self._hot, asyncio.get_running_loop()
+        assert server is not None
+        connection = server if hot is None else lambda: Front(hot, server, loop)
         try:
-            await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
+            self._listener = await loop.create_server(
+                connection, self._host, self._port, backlog=1024, reuse_port=self._share_port or None
+            )
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(
@@ -370,7 +495,7 @@ class HttpServer:
                 f"cannot listen on {self._host}:{self._port} ({error.strerror})",
                 "choose another host or port",
             ) from error
-        self._port = int(self._runner.addresses[0][1])
+        self._port = int(self._listener.sockets[0].getsockname()[1])
         return self
 
     @property
@@ -386,6 +511,11 @@ class HttpServer:
 
     async def stop(self) -> None:
         """Idempotent."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        if self._hot is not None:
+            await self._hot.drain(self._grace_s)
         await self._runner.cleanup()
 
     async def __aenter__(self) -> Self:

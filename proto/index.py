@@ -26,7 +26,11 @@ Incarnation = NewType("Incarnation", int)
 PageHead = NewType("PageHead", bytes)
 """8 bytes: key of the block at the page's first depth."""
 TierMask = NewType("TierMask", int)
-"""Bit `1 << tier` per tier that holds a block; 0: not held."""
+"""Bit `1 << tier` per tier that holds a block, and THROUGH; 0: not held."""
+THROUGH = 1 << 3
+"""Besides a tier's bit: the block is held, but a prompt that ends with it is no hit, only one that goes on to a block
+without this bit is. So it is where some cache group (a sliding window, a recurrent state) lacks what it needs at that
+point, and inside an engine block wider than an index block."""
 
 PAGE_SPAN = 32
 """Depths per page. The page of a block at depth d is headed by its ancestor at depth 32·⌊d/32⌋."""
@@ -67,6 +71,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """ZeroMQ endpoint its consumer subscribes to; informative in a shared registry."""
     role: str = "both"
     """`prefill`, `decode` or `both`."""
+    consumer: str | None = None
+    """Base URL of its consumer's HTTP server, for audits."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +157,7 @@ class Depth(msgspec.Struct, frozen=True, gc=False):
     """How far one replica holds a prompt."""
 
     blocks: int
-    """Leading full blocks held, over the union of tiers."""
+    """Leading full blocks it can reuse, over the union of tiers: up to the last one held that is not THROUGH."""
     tiers: tuple[int, int, int]
     """Of those, how many have their fastest copy in GPU, CPU, STORAGE; sums to `blocks`."""
 
@@ -191,7 +197,17 @@ class Index(Protocol):
 
         owner: a name unique to the calling process. With `activate` the pointer moves to the new incarnation at
         once (engine restart or clear: the old view is worthless); without, it stays until `activate`.
-        Raises Superseded while another owner's lease runs.
+        The namespace is announced with it. Raises Superseded, with `retry_s`, while another owner's lease runs, and
+        StoreRefused if the store may drop what it is given.
+        """
+        ...
+
+    async def witness(self) -> bytes:
+        """An opaque value that stays the same for as long as the store has demonstrably kept everything.
+
+        It changes when the store came back empty, when another server took over (which may lack acknowledged
+        writes, and may bring back what was removed), and when data moved between servers. Compare it with one taken
+        before the claim: if it differs, what was written since may be gone, and a new incarnation is due.
         """
         ...
 
@@ -238,8 +254,11 @@ class Index(Protocol):
         """A fresh read of the registry."""
         ...
 
-    async def held(self, incarnation: Incarnation) -> dict[BlockKey, TierMask]:
-        """Everything stored under one incarnation, for audits. Linear in its size; not for the data path."""
+    async def held(self, incarnation: Incarnation, *, pages: int | None = None) -> dict[BlockKey, TierMask]:
+        """Everything stored under one incarnation, for audits. Linear in its size; not for the data path.
+
+        pages: only what is in that many of its pages, picked at random.
+        """
         ...
 
     async def sweep(self, *, pages: int, grace_s: float) -> SweepReport:
@@ -252,11 +271,12 @@ class Store(Protocol):
     """Where the indexes of all namespaces live."""
 
     async def open(self, namespace: Namespace) -> Index:
-        """The index of one namespace, announcing it to other processes if the store is shared. Idempotent."""
+        """The index of one namespace. Idempotent, and never waits for the store: others see the namespace with its
+        first claim."""
         ...
 
     async def namespaces(self) -> Sequence[Namespace]:
-        """Every namespace anybody announced."""
+        """Every namespace in which a replica was ever claimed."""
         ...
 
     async def ping(self) -> None:

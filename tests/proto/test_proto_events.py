@@ -94,6 +94,14 @@ def wire_hashes(draw: st.DrawFn, value: int) -> int | bytes:
     return value
 
 
+def tokens_ahead(tokens: list[int], block_size: int, blocks: int) -> list[list[int]] | None:
+    """What the pairs made below say of the token after each block."""
+    if not 0 < block_size * blocks == len(tokens):
+        return None
+    following = [*tokens[1:], 0]
+    return [[following[end - 1]] for end in range(block_size, len(tokens) + 1, block_size)]
+
+
 @st.composite
 def stored(draw: st.DrawFn) -> tuple[BlockStored, dict[str, Any]]:
     hashes = draw(st.lists(U64, max_size=5))
@@ -108,6 +116,7 @@ def stored(draw: st.DrawFn) -> tuple[BlockStored, dict[str, Any]]:
     locality = draw(st.sampled_from([None, "LOCAL", "REMOTE", "ELSEWHERE"]))
     cache_salt, session = draw(st.none() | TEXT), draw(st.none() | TEXT)
     lookahead = draw(st.none() | st.just([[1, 2]] * len(hashes)))
+    window = draw(st.none() | st.integers(0, 4096))
     fields = {
         "block_hashes": [draw(wire_hashes(h)) for h in hashes],
         "parent_block_hash": None if parent is None else draw(wire_hashes(parent)),
@@ -119,7 +128,7 @@ def stored(draw: st.DrawFn) -> tuple[BlockStored, dict[str, Any]]:
         "extra_keys": extra,
         "group_idx": group,
         "kv_cache_spec_kind": kind,
-        "kv_cache_spec_sliding_window": draw(st.none() | st.integers(0, 4096)),
+        "kv_cache_spec_sliding_window": window,
         "locality": locality,
         "cache_salt": cache_salt,
         "session_id": session,
@@ -133,11 +142,13 @@ def stored(draw: st.DrawFn) -> tuple[BlockStored, dict[str, Any]]:
         medium=medium_in(medium, locality),
         group=group or 0,
         kind=kind,
+        window=window or None,
         lora_id=lora_id,
         lora_name=lora_name,
         extra_keys=extra if extra and any(extra) else None,
         cache_salt=cache_salt,
         lookahead=pairs or bool(lookahead),
+        lookahead_tokens=lookahead or (tokens_ahead(tokens, block_size or 0, len(hashes)) if pairs else None),
         remote=locality not in (None, "LOCAL"),
         session_id=session,
     )
@@ -200,6 +211,7 @@ def in_array_form(event: Event, fields: dict[str, Any]) -> tuple[Event, dict[str
                 cache_salt=None,
                 session_id=None,
                 lookahead=pairs,
+                lookahead_tokens=tokens_ahead(event.tokens, event.block_size, len(event.hashes)) if pairs else None,
             )
         case BlockRemoved():
             event = msgspec.structs.replace(event, medium=medium_in(fields["medium"], None))

@@ -98,14 +98,22 @@ def expected_event(raw: Any) -> dict[str, Any] | None:
         "tokens": [pair[0] for pair in tokens] if pairs else tokens,
         "block_size": fields["block_size"] or 0,
         "kind": fields.get("kv_cache_spec_kind"),
+        "window": fields.get("kv_cache_spec_sliding_window"),
         "lora_id": fields.get("lora_id"),
         "lora_name": fields.get("lora_name"),
         "extra_keys": None if extra is None or not any(extra) else extra,
         "cache_salt": fields.get("cache_salt"),
         "lookahead": pairs or "lookahead_token_ids" in fields,
+        "lookahead_tokens": fields.get("lookahead_token_ids")
+        or (pairs_ahead(tokens, fields["block_size"]) if pairs else None),
         "remote": fields.get("locality") == "REMOTE",
         "session_id": fields.get("session_id"),
     }
+
+
+def pairs_ahead(pairs: list[list[int]], block_size: int) -> list[list[int]]:
+    """Of each page of (token, next token) pairs, the token after it."""
+    return [[pairs[end - 1][1]] for end in range(block_size, len(pairs) + 1, block_size)]
 
 
 def expected_batch(decoded: list[Any]) -> dict[str, Any]:
@@ -262,6 +270,7 @@ BY_HAND = [
                     block_size=16,
                     kind="full_attention",
                     lookahead=True,
+                    lookahead_tokens=[[16, 17, 18], [32, 33, 34]],
                 )
             ],
             0,
