@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from ..proto.errors import BodyTooLarge, CallerError, InvalidField, NotFound
+from ..proto.text import ChatPrompt, render
 from .core import Completion, EngineConfig, EngineCore, Output
 from .metrics import Metrics
 from .pool import Lora
@@ -64,7 +65,9 @@ class _ChatRequest(_Sampling, frozen=True, kw_only=True):
     max_completion_tokens: _Limit | None = None
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -297,10 +300,11 @@ class Api:
         await response.prepare(http)
         running = bool(options.include_usage and options.continuous_usage_stats)
         opening = [reply.chunk([entry], usage=running) for entry in reply.opening()]
-        if opening:
-            await response.write(_sse(opening))
         while not reply.finished:
             changed = await _advance(core, completion, reply.choices)
+            if opening:  # with the first output, as vLLM sends it: until then nothing is known to be computed
+                await response.write(_sse(opening))
+                opening = []
             # Everything a step brought goes out in one write, one chunk per choice.
             chunks = [
                 reply.chunk([reply.delta(choice, text)], usage=running)
@@ -401,13 +405,15 @@ class Api:
         return tokens
 
     def _chat_tokens(self, body: _ChatRequest) -> list[int]:
-        text = self._tokenizer.apply_chat_template(
-            [_flatten(message) for message in body.messages],
-            add_generation_prompt=body.add_generation_prompt,
+        chat = ChatPrompt(
+            messages=body.messages,
             tools=body.tools,
-            **{k: v for k, v in (body.chat_template_kwargs or {}).items() if k not in _TEMPLATE_ARGUMENTS},
+            documents=body.documents,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=body.chat_template_kwargs or {},
         )
-        return self._tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+        return self._tokenizer.encode(render(self._tokenizer, chat), add_special_tokens=body.add_special_tokens)
 
     def _model_entry(self, name: str, *, root: str, parent: str | None) -> dict[str, Any]:
         return {
@@ -419,9 +425,6 @@ class Api:
             "parent": parent,
             "max_model_len": self._config.max_model_len,
         }
-
-
-_TEMPLATE_ARGUMENTS = frozenset({"messages", "add_generation_prompt", "tools"})
 
 
 class _TextShape:
@@ -534,21 +537,6 @@ async def _advance(core: EngineCore, completion: Completion, choices: Sequence[_
             if choice.finish is not None:
                 core.end(output, "stop")
     return changed
-
-
-def _flatten(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose content is text: parts are joined as vLLM joins them, by a newline."""
-    if not isinstance(message.get("role"), str):
-        raise InvalidField("every message needs a role", field="messages")
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return message
-    if isinstance(content, list):
-        parts = [p for p in content if isinstance(p, dict) and p.get("type") in ("text", "input_text")]
-        texts = [text for part in parts if isinstance(text := part.get("text"), str)]
-        if len(texts) == len(content):
-            return {**message, "content": "\n".join(texts)}
-    raise InvalidField("only text content is simulated", field="messages", remedy="send strings or text parts")
 
 
 def _stops(stop: str | list[str] | None) -> list[str]:

@@ -5,8 +5,8 @@ sends. `Publisher` numbers the batches and sends them from the event loop: a PUB
 subscribers that are `hwm` messages behind, so there is no queue of our own between engine and socket. The last
 `buffer_steps` payloads are kept for replay.
 
-Invariants: sequence numbers start at 0 and have no holes; a batch without events is never published; a replay reply
-is the buffered batches from the requested number on, ascending, then the end marker.
+Invariants: sequence numbers start at 0 and have no holes but those `skip` made; a batch without events is never
+published; a replay reply is the buffered batches from the requested number on, ascending, then the end marker.
 """
 
 from __future__ import annotations
@@ -222,6 +222,11 @@ class Publisher:
         self._ring.append((seq, payload))
         self._pub.send_multipart([self._topic, seq.to_bytes(8, "big"), payload], zmq.NOBLOCK)
         return seq
+
+    def skip(self) -> None:
+        """Leave a hole in the sequence, which replay cannot fill: something was lost before it got here. Seen by
+        subscribers with the next batch."""
+        self._next += 1
 
     async def close(self) -> None:
         """Stop replay and close the sockets; as in vLLM, what subscribers have not fetched yet is lost."""
