@@ -12,12 +12,17 @@ from typing import Final
 
 import msgspec
 
-from ..proto.api import BlockEvidence
-from ..proto.hashing import BlockKey, block_key
-from ..proto.index import TierMask
-from .inventory import Delta, Inventory, Node
+from ..proto.api import BlockEvidence, BlocksResponse
+from ..proto.hashing import BlockKey, Namespace, block_key
+from ..proto.index import THROUGH, ReplicaRef, State, TierMask
+from .inventory import Delta, HashMode, Inventory, Node
+from .stream import Stream
 
 DEFAULT_REMEMBERED: Final = 65_536
+BRANCH_DEPTH: Final = 4
+"""Blocks below one in which ways on are counted: two texts that change at one place need not change at one block."""
+MAX_BRANCHES: Final = 1000
+"""Counted no further than this."""
 
 
 class Departure(msgspec.Struct, frozen=True, gc=False):
@@ -55,23 +60,56 @@ class Departures:
         return self._left.get(key)
 
 
-def evidence(inventory: Inventory, departures: Departures, keys: Sequence[BlockKey]) -> list[BlockEvidence]:
-    """What is known of each of these index blocks. Linear in the inventory if anything is detached."""
+def evidence(
+    keys: Sequence[BlockKey],
+    inventory: Inventory,
+    departures: Departures,
+    stream: Stream,
+    *,
+    ref: ReplicaRef,
+    namespace: Namespace,
+    hash_mode: HashMode,
+    state: State,
+    cause: str,
+) -> BlocksResponse:
+    """What one replica's consumer knows of each of these index blocks, and of its own view as a whole.
+
+    Linear in the inventory if anything is detached.
+    """
     found = inventory.find(keys)
-    return [_evidence(key, found.get(key, ()), departures) for key in keys]
+    emptied = departures.emptied
+    return BlocksResponse(
+        replica=ref.replica,
+        dp_rank=ref.dp_rank,
+        namespace=namespace,
+        state=state,
+        cause=cause,
+        next_seq=stream.expected,
+        hash_mode=hash_mode,
+        parity=inventory.parity,
+        parity_bad=inventory.stats.parity_bad,
+        detached=inventory.detached,
+        unhashable=inventory.stats.unhashable,
+        emptied_seq=None if emptied is None else emptied.seq,
+        blocks=[
+            _evidence(key, found.get(key, ()), departures, through=bool(inventory.tiers(key) & THROUGH))
+            for key in keys
+        ],
+    )
 
 
-def _evidence(key: BlockKey, nodes: Sequence[Node], departures: Departures) -> BlockEvidence:
+def _evidence(key: BlockKey, nodes: Sequence[Node], departures: Departures, *, through: bool) -> BlockEvidence:
     left = departures.of(key)
     seq, ts = (None, None) if left is None else (left.seq, left.ts)
     tiers = 0
     for node in nodes:
-        tiers |= node.mask
+        tiers |= node.mask & ~THROUGH
     known = BlockEvidence(
         key=key.hex(),
         state="unknown",
         tiers=TierMask(tiers),
-        branches=sum(len(node.children or ()) for node in nodes),
+        through=through,
+        branches=_branches(nodes),
         left_seq=seq,
         left_ts=ts,
     )
@@ -81,7 +119,7 @@ def _evidence(key: BlockKey, nodes: Sequence[Node], departures: Departures) -> B
     if any(node.opaque for node in held):
         return msgspec.structs.replace(known, state="hidden")
     if held:
-        missing = _missing(held[0])
+        missing = missing_above(held[0])
         gone = None if missing is None else departures.of(missing)
         return msgspec.structs.replace(
             known,
@@ -92,7 +130,18 @@ def _evidence(key: BlockKey, nodes: Sequence[Node], departures: Departures) -> B
     return known if left is None else msgspec.structs.replace(known, state="left")
 
 
-def _missing(node: Node) -> BlockKey | None:
+def _branches(nodes: Sequence[Node]) -> int:
+    """The most different blocks known at one of the next few places below."""
+    widest, level = 0, list(nodes)
+    for _ in range(BRANCH_DEPTH):
+        level = [child for node in level for child in node.children or ()]
+        if not level or len(level) > MAX_BRANCHES:
+            return max(widest, min(len(level), MAX_BRANCHES))
+        widest = max(widest, len(level))
+    return widest
+
+
+def missing_above(node: Node) -> BlockKey | None:
     """The nearest index block above a detached node that is not held; None if its name is not known."""
     at = node.parent
     while at is not None:

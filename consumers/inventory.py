@@ -15,12 +15,23 @@ Invariants: a node is attached iff it is held in some tier, its canonical chain 
 or it starts the prompt (prefix closure over the union of tiers). After `settle` the emitted writes, applied to an
 index that had all earlier ones, make it equal to the attached part. A node exists only while it is held or something
 below it is. Nothing here does I/O or reads a clock.
+
+Hybrid models keep further cache groups, and a hit needs all of them: of a sliding window the blocks before the point
+where the prompt goes on, of a recurrent state the one block at that point, of anything else the whole prefix. A node
+where some group lacks that is shown as THROUGH (proto/index.py): part of longer prefixes, no end of one.
+
+After a loss. A lost batch may have held removals, so every copy known then is a *suspect*, until an event vouches for
+it: its block is stored again, or one below it is (an engine computes a block only with its whole prefix in memory).
+Suspects do not stay for ever: an engine evicts what nobody uses within one turnover, so a suspect that nothing
+vouched for while the medium took in as many blocks as it can hold is dropped. Nor do they crowd out what is certain:
+while there are suspects, the picture never exceeds the engine's own capacity, oldest suspects out first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -28,6 +39,9 @@ from ..proto.engine import HashRule
 from ..proto.errors import UnhashableBlock
 from ..proto.events import (
     FULL_ATTENTION_KINDS,
+    STATE_KINDS,
+    UNCACHED_KINDS,
+    WINDOW_KINDS,
     AllBlocksCleared,
     Batch,
     BlockRemoved,
@@ -35,8 +49,18 @@ from ..proto.events import (
     EngineHash,
     tier_of,
 )
-from ..proto.hashing import BlockHash, BlockKey, Namespace, block_hash, block_key, event_extra_keys
-from ..proto.index import PAGE_SPAN, BlockWrite, PageHead, TierMask
+from ..proto.hashing import (
+    KEY_BYTES,
+    BlockHash,
+    BlockKey,
+    Namespace,
+    block_hash,
+    block_key,
+    chain_hashes,
+    event_extra_keys,
+    looking_ahead,
+)
+from ..proto.index import PAGE_SPAN, THROUGH, BlockWrite, PageHead, TierMask
 
 HashMode = Literal["auto", "engine", "recompute"]
 """auto: recompute, and distrust blocks whose published name an established parity does not explain. engine: the
@@ -49,56 +73,115 @@ DEFAULT_MAX_BLOCKS = 4_000_000
 state says so."""
 
 
+DEFAULT_CAPACITY = 8192
+"""Blocks a medium is taken to hold at least, where nobody said and it never held more."""
+
 Inputs = tuple[Sequence[int], Sequence[Any] | None]
 """What a block's hash covers besides its parent: token ids, tagged extra keys."""
 
 
-class Node:
+class NodeState(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A node as it is kept over a restart: see `Node` for the fields."""
+
+    hash: int
+    parent: int | None
+    placed: bool
+    tiers: int
+    digest: bytes | None
+    engine_digest: bytes | None
+    depth: int
+    head: bytes | None
+    keys: list[bytes]
+    tail: tuple[list[int], list[Any] | None] | None
+    pending: tuple[list[int], list[Any] | None] | None
+    opaque: bool
+    suspect: bool
+    """Its published name was not as predicted, and no parity is established."""
+
+
+class InventoryState(msgspec.Struct, frozen=True, array_like=True):
+    """Everything an inventory knows. Holds token ids where a block's hash still waits for them."""
+
+    parity: bool
+    main_group: int | None
+    page_size: int | None
+    flaws: list[str]
+    tables: list[tuple[str, int, list[int], list[int]]]
+    """(medium, group, engine hashes, copies), in the order they came."""
+    nodes: list[NodeState]
+    groups: list[tuple[int, int, int]] = []
+    """(group, tokens per block, blocks needed) of every further group that a hit needs."""
+
+
+EVERYTHING = 1 << 62
+"""`Group.needed` of a group that must hold the whole prefix, or whose need nobody published."""
+
+
+class Group:
+    """A further cache group that a hit needs: the last `needed` of its blocks up to where the prompt goes on."""
+
+    __slots__ = ("needed", "runs", "size")
+
+    def __init__(self, size: int, needed: int) -> None:
+        self.size = size
+        """Tokens per block of this group."""
+        self.needed = needed
+        self.runs: dict[Node, int] = {}
+        """Blocks in a row that it holds up to each node's end, counted to `needed`. What lies before the start of a
+        prompt counts as held."""
+
+
+class Node(msgspec.Struct, eq=False):
     """One engine block of the full-attention group."""
 
-    __slots__ = (
-        "children",
-        "depth",
-        "digest",
-        "engine_digest",
-        "hash",
-        "head",
-        "keys",
-        "mask",
-        "opaque",
-        "parent",
-        "pending",
-        "placed",
-        "tail",
-        "tiers",
-    )
+    hash: EngineHash
+    parent: Node | None = None
+    placed: bool = False
+    """Its parent is known (None then means: it starts the prompt)."""
+    tiers: int = 0
+    """Tiers that hold a copy, as a bit mask."""
+    mask: int = 0
+    """Tiers and THROUGH as last emitted to the index; 0 while detached."""
+    digest: BlockHash | None = None
+    """Canonical hash of the last index block completed at or before its end (or the none-hash)."""
+    engine_digest: bytes | None = None
+    """The engine-side digest at its end, where the engine's rule is known."""
+    depth: int = 0
+    """Index blocks completed up to its end."""
+    head: PageHead | None = None
+    """Page head of the last of those."""
+    keys: tuple[BlockKey, ...] = ()
+    """Index blocks that complete within it."""
+    tail: Inputs | None = None
+    """Tokens and extra keys since the last completed index block; None unless engine blocks are smaller."""
+    pending: Inputs | None = None
+    """Tokens and extra keys, kept until the parent's digest is known."""
+    opaque: bool = False
+    """It depends on something the wire hides, so no prompt can be known to match it."""
+    below: Node | set[Node] | None = None
+    """Its children: most blocks have one at most, and a set takes more memory than the rest of the node."""
 
-    def __init__(self, engine_hash: EngineHash) -> None:
-        self.hash = engine_hash
-        self.parent: Node | None = None
-        self.children: set[Node] | None = None
-        self.placed = False
-        """Its parent is known (None then means: it starts the prompt)."""
-        self.tiers = 0
-        """Tiers that hold a copy, as a bit mask."""
-        self.mask = 0
-        """Tiers as last emitted to the index; 0 while detached."""
-        self.digest: BlockHash | None = None
-        """Canonical hash of the last index block completed at or before its end (or the none-hash)."""
-        self.engine_digest: bytes | None = None
-        """The engine-side digest at its end, where the engine's rule is known."""
-        self.depth = 0
-        """Index blocks completed up to its end."""
-        self.head: PageHead | None = None
-        """Page head of the last of those."""
-        self.keys: tuple[BlockKey, ...] = ()
-        """Index blocks that complete within it."""
-        self.tail: Inputs | None = None
-        """Tokens and extra keys since the last completed index block; None unless engine blocks are smaller."""
-        self.pending: Inputs | None = None
-        """Tokens and extra keys, kept until the parent's digest is known."""
-        self.opaque = False
-        """It depends on something the wire hides, so no prompt can be known to match it."""
+    @property
+    def children(self) -> Collection[Node]:
+        """Nodes that name it as their parent."""
+        below = self.below
+        return below if isinstance(below, set) else () if below is None else (below,)
+
+    def adopt(self, child: Node) -> None:
+        below = self.below
+        if isinstance(below, set):
+            below.add(child)
+        elif below is None:
+            self.below = child
+        elif below is not child:
+            self.below = {below, child}
+
+    def disown(self, child: Node) -> None:
+        below = self.below
+        if isinstance(below, set):
+            below.discard(child)
+        elif below is child:
+            self.below = None
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -134,6 +217,10 @@ class InventoryStats(msgspec.Struct):
     """Stores naming another parent than before: hashes that do not bind their prefix."""
     evicted: int = 0
     """Copies dropped at the inventory's own bound."""
+    aged: int = 0
+    """Copies dropped after a loss, since nothing vouched for them any more."""
+    corrected: int = 0
+    """Copies added or dropped on the engine's own word."""
     parity_ok: int = 0
     parity_bad: int = 0
 
@@ -149,20 +236,27 @@ class Inventory:
         hash_mode: HashMode = "auto",
         copy_mode: CopyMode = "count",
         max_blocks: int = DEFAULT_MAX_BLOCKS,
+        ignore_media: Collection[str] = (),
     ) -> None:
+        """ignore_media: media whose publisher never says what it dropped; counted, and kept out of the index."""
         self.block_size = namespace.block_size
+        self._lookahead = namespace.lookahead
         self.stats = InventoryStats()
         self._root = namespace.root
         self._rule = rule if hash_mode == "auto" else None
         self._engine_root = rule.root(self._root) if rule is not None and hash_mode == "auto" else None
         self._engine_keys = hash_mode == "engine"
         self._count = copy_mode == "count"
+        self._ignored = frozenset(name.lower() for name in ignore_media)
         self._max_blocks = max_blocks
+        self.capacity: int | None = None
+        """Blocks the engine's GPU memory can hold, where it is known."""
         self._reset = False
         self.parity = False
         """A published name was predicted at least once: the engine's seed and rule are ours."""
         self._main_group: int | None = None
         self._page_size: int | None = None
+        self._groups: dict[int, Group] = {}
         self._start()
 
     def _start(self) -> None:
@@ -170,8 +264,23 @@ class Inventory:
         self._nodes: dict[EngineHash, Node] = {}
         self._claims: dict[BlockKey, Node | set[Node]] = {}
         self._dirty: dict[Node, None] = {}
+        self._stale: dict[Node, None] = {}
+        """Nodes whose runs in the further groups may have changed."""
+        for group in self._groups.values():
+            group.runs.clear()
         self._emitted: dict[BlockKey, BlockWrite] = {}
         self._suspects: set[Node] = set()
+        self._unsure: dict[str, dict[tuple[int, EngineHash], int]] = {}
+        """Medium → (group, engine hash) of what a loss may have removed → blocks the medium had taken in by then;
+        longest in doubt first. Empty unless something was lost."""
+        self._taken: dict[str, int] = {}
+        """Medium → blocks it took in so far."""
+        self._peak: dict[str, int] = {}
+        """Medium → most blocks it was seen to hold, at losses."""
+        self._lossy = False
+        """A loss whose suspects are not noted yet."""
+        self._noted_at = -1
+        """Blocks stored so far when suspects were noted last."""
         self.copies = 0
         """Physical copies held, over all media and groups."""
         self.held = 0
@@ -232,11 +341,61 @@ class Inventory:
                 for key in node.keys:
                     if key in unclaimed:
                         found.setdefault(key, []).append(node)
+            for key in unclaimed - found.keys():
+                # Its chain is not known, since nothing above it was ever announced; but an engine that names blocks
+                # as we do has told which one it is.
+                named = self._nodes.get(EngineHash(int.from_bytes(key, "big")))
+                if named is not None and named.digest is None:
+                    found[key] = [named]
         return found
 
     def expected(self) -> dict[BlockKey, TierMask]:
         """What the index must hold under this incarnation once everything emitted is written."""
-        return {key: TierMask(self._claimed(key)) for key in self._claims}
+        return {key: self.tiers(key) for key in self._claims}
+
+    def index_keys(self) -> Iterator[BlockKey]:
+        """Every attached index block, in the order they were attached."""
+        return iter(self._claims)
+
+    def tiers(self, key: BlockKey) -> TierMask:
+        """Tiers the index must show for one block; 0 if it is not attached."""
+        return TierMask(self._claimed(key))
+
+    def parent(self, key: BlockKey) -> BlockKey | None:
+        """The index block before an attached one; None if it starts the prompt."""
+        owner = self._claims.get(key)
+        if owner is None:
+            return None
+        at: Node | None = owner if isinstance(owner, Node) else next(iter(owner))
+        assert at is not None
+        if before := at.keys[: at.keys.index(key)]:
+            return before[-1]
+        while (at := at.parent) is not None:
+            if at.keys:
+                return at.keys[-1]
+        return None
+
+    def chain(self, key: BlockKey) -> list[BlockKey]:
+        """The keys from the start of the prompt to an attached block, its own last; empty if it is not attached."""
+        owner = self._claims.get(key)
+        if owner is None:
+            return []
+        at: Node | None = owner if isinstance(owner, Node) else next(iter(owner))
+        assert at is not None
+        keys = list(at.keys[: at.keys.index(key) + 1][::-1])
+        while (at := at.parent) is not None:
+            keys += at.keys[::-1]
+        return keys[::-1]
+
+    def main_copies(self, medium: str = "gpu") -> Mapping[EngineHash, int]:
+        """Engine hash → copies of the full-attention group in one medium. A live view; do not change it."""
+        group = 0 if self._main_group is None else self._main_group
+        return self._tables.get((medium, group), {})
+
+    def only_holds(self, medium: str) -> bool:
+        """Nothing is held but in this medium, by the full-attention group."""
+        main = 0 if self._main_group is None else self._main_group
+        return all(key == (medium, main) or not table for key, table in self._tables.items())
 
     def attached_writes(self) -> Iterator[BlockWrite]:
         """The whole attached part, as writes for a fresh incarnation. In no particular order."""
@@ -265,6 +424,8 @@ class Inventory:
 
     def clear(self) -> None:
         """Forget everything held: the engine reset its cache. What the stream taught of the engine stays."""
+        for node in self._nodes.values():
+            node.parent = node.below = None  # nothing for the cycle collector, which seldom looks at what is old
         self._start()
         self._reset = True
 
@@ -273,10 +434,126 @@ class Inventory:
         self.clear()
         self.parity = False
         self._main_group = self._page_size = None
+        self._groups = {}
+
+    def doubt(self) -> None:
+        """Something was lost: what is held now may have been removed without us knowing."""
+        self._lossy = True
+
+    @property
+    def unsure(self) -> int:
+        """Copies that a loss may have removed, and nothing has vouched for since."""
+        return sum(map(len, self._unsure.values()))
+
+    def reconcile(self, truth: Mapping[EngineHash, int], medium: str = "gpu") -> int:
+        """Take the engine's word for what one medium of the full-attention group holds, by copies.
+
+        Returns how many blocks it names that cannot be placed, since their tokens were never heard of. Settle after.
+        """
+        group = self._main_group if self._main_group is not None else 0
+        table = self._tables.setdefault((medium, group), {})
+        self._unsure.pop(medium, None)
+        for h in [h for h in table if h not in truth]:
+            self.stats.corrected += 1
+            self._drop(medium, group, h)
+        unknown = 0
+        for h, copies in truth.items():
+            held = table.get(h, 0)
+            if held == copies:
+                continue
+            if not held and h not in self._nodes:
+                unknown += 1
+                continue
+            self.stats.corrected += 1
+            self.copies += copies - held
+            table[h] = copies
+            if not held:
+                self._hold(self._nodes[h], 1 << tier_of(medium))
+        return unknown
+
+    def state(self) -> InventoryState:
+        """Everything known, for `restore`. Nothing in it changes when the inventory does."""
+        return InventoryState(
+            self.parity,
+            self._main_group,
+            self._page_size,
+            sorted(self.flaws),
+            [
+                (medium, group, list(table), list(table.values()))
+                for (medium, group), table in self._tables.items()
+                if table
+            ],
+            [self._node_state(node) for node in self._nodes.values()],
+            [(group, need.size, need.needed) for group, need in self._groups.items()],
+        )
+
+    def _node_state(self, node: Node) -> NodeState:
+        # Positions, not names: a busy engine has a hundred thousand of these.
+        return NodeState(
+            node.hash,
+            None if node.parent is None else node.parent.hash,
+            node.placed,
+            node.tiers,
+            node.digest,
+            node.engine_digest,
+            node.depth,
+            node.head,
+            node.keys,  # type: ignore[arg-type]  # written as an array either way
+            node.tail,  # type: ignore[arg-type]
+            node.pending,  # type: ignore[arg-type]
+            node.opaque,
+            node in self._suspects,
+        )
+
+    def restore(self, state: InventoryState) -> None:
+        """Become what `state` describes; settle after. Raises ValueError, with nothing taken over, if it contradicts
+        itself."""
+        nodes: dict[EngineHash, Node] = {}
+        suspects: set[Node] = set()
+        for saved in state.nodes:
+            node = nodes[EngineHash(saved.hash)] = Node(EngineHash(saved.hash))
+            node.placed, node.tiers, node.opaque = saved.placed, saved.tiers, saved.opaque
+            node.digest = None if saved.digest is None else BlockHash(saved.digest)
+            node.engine_digest, node.depth = saved.engine_digest, saved.depth
+            node.head = None if saved.head is None else PageHead(saved.head)
+            node.keys = tuple(map(BlockKey, saved.keys))
+            node.tail, node.pending = saved.tail, saved.pending
+            if saved.suspect:
+                suspects.add(node)
+        if len(nodes) != len(state.nodes):
+            raise ValueError("a block is listed twice")
+        for saved in state.nodes:
+            if saved.parent is not None:
+                parent = nodes.get(EngineHash(saved.parent))
+                if parent is None:
+                    raise ValueError("a parent is missing")
+                node = nodes[EngineHash(saved.hash)]
+                node.parent = parent
+                parent.adopt(node)
+        tables: dict[tuple[str, int], dict[EngineHash, int]] = {}
+        for medium, group, hashes, copies in state.tables:
+            tables[medium, group] = dict(zip(map(EngineHash, hashes), copies, strict=True))
+        self._groups = {group: Group(size, needed) for group, size, needed in state.groups}
+        self._start()
+        self._reset = True
+        self._nodes, self._tables, self._suspects = nodes, tables, suspects
+        if self._groups:
+            self._stale = dict.fromkeys(nodes.values())
+        self._dirty = dict.fromkeys(nodes.values())
+        self.copies = sum(sum(table.values()) for table in tables.values())
+        self.held = sum(1 for node in nodes.values() if node.tiers)
+        self.flaws = set(state.flaws)
+        self.parity, self._main_group, self._page_size = state.parity, state.main_group, state.page_size
 
     def settle(self) -> Delta:
         """Bring attachment up to date after changes and return what the index must be told."""
+        if self._lossy:
+            self._note_suspects()
+        if self._unsure:
+            self._age()
         self._enforce_bound()
+        if self._stale:
+            self._count_runs()
         dirty, self._dirty = self._dirty, {}
         old: dict[Node, int] = {}
         for node in dirty:
@@ -294,7 +571,13 @@ class Inventory:
     def _stored(self, event: BlockStored) -> None:
         stats, hashes = self.stats, event.hashes
         stats.stored += len(hashes)
-        table = self._tables.setdefault((event.medium, event.group), {})
+        medium = event.medium
+        table = self._tables.setdefault((medium, event.group), {})
+        self._taken[medium] = self._taken.get(medium, 0) + len(hashes)
+        if self._unsure:
+            self._vouch(event, table)
+        elif self._stored_plainly(event, table):
+            return
         for h in hashes:
             copies = table.get(h, 0)
             if copies:
@@ -303,7 +586,12 @@ class Inventory:
                     continue
             table[h] = copies + 1
             self.copies += 1
+        if medium in self._ignored:
+            stats.foreign += len(hashes)
+            return
         if not hashes or not self._is_main(event):
+            if event.group != self._main_group:
+                self._other_group(event)
             return
         bit = 1 << tier_of(event.medium)
         size, tokens = event.block_size, event.tokens
@@ -324,8 +612,7 @@ class Inventory:
             if not node.placed:
                 inputs: Inputs | None = None
                 try:
-                    if event.lookahead and not self._engine_keys:
-                        raise UnhashableBlock("lookahead")
+                    ahead = self._tokens_ahead(event, i)
                     if aligned:
                         keys = event_extra_keys(
                             extra[i] if extra is not None else None,
@@ -334,7 +621,10 @@ class Inventory:
                             first=parent is None,
                             salt=event.cache_salt,
                         )
-                        inputs = (tokens[i * size : (i + 1) * size], keys)
+                        inputs = (
+                            tokens[i * size : (i + 1) * size],
+                            keys if ahead is None else looking_ahead(keys, ahead),
+                        )
                 except UnhashableBlock:
                     stats.unhashable += 1
                     node.opaque = not self._engine_keys
@@ -347,6 +637,92 @@ class Inventory:
         if first is not None:
             self._collect(first)
 
+    def _tokens_ahead(self, event: BlockStored, index: int) -> Sequence[int] | None:
+        """The tokens past a block that its hash covers; None for none. Raises UnhashableBlock where that is not what
+        the namespace declares, since its keys then mean something else."""
+        if self._engine_keys or not (event.lookahead or self._lookahead):
+            return None
+        ahead = event.lookahead_tokens
+        if event.block_size == self.block_size and ahead is not None and len(ahead[index]) == self._lookahead:
+            return ahead[index]
+        self.flaws.add("lookahead_hashes")
+        raise UnhashableBlock("lookahead")
+
+    def _stored_plainly(self, event: BlockStored, table: dict[EngineHash, int]) -> bool:
+        """Take in one event the short way: blocks nobody has seen, each one index block, right below an attached one.
+
+        Most of what engines publish is of this kind. Does what the long way would, in steps over whole lists; or
+        nothing at all, and returns False, where anything is out of the ordinary.
+        """
+        hashes, size, nodes = event.hashes, self.block_size, self._nodes
+        count = len(hashes)
+        if (
+            event.block_size != size
+            or len(event.tokens) != size * count
+            or size != self._page_size
+            or event.group != self._main_group
+            or self._engine_keys
+            or self._groups
+            or self._lookahead
+            or event.medium in self._ignored
+            or event.lookahead
+            or event.extra_keys is not None
+            or event.lora_name
+            or event.lora_id is not None
+            or event.cache_salt
+            or not (self._rule is None or (self.parity and self._rule.canonical))
+            or (event.kind is not None and event.kind not in FULL_ATTENTION_KINDS)
+        ):
+            return False
+        parent = None
+        digest, depth, head = self._root, 0, None
+        if event.parent is not None:
+            parent = nodes.get(event.parent)
+            if (
+                parent is None
+                or not (parent.mask and parent.tiers)
+                or parent in self._dirty
+                or parent.digest is None
+                or (self._rule is not None and parent.engine_digest is None)
+            ):
+                return False
+            digest, depth, head = parent.digest, parent.depth, parent.head
+        if not (nodes.keys().isdisjoint(hashes) and table.keys().isdisjoint(hashes)):
+            return False
+        digests = chain_hashes(digest, size, event.tokens)
+        keys = cast("list[BlockKey]", [one[-KEY_BYTES:] for one in digests])
+        rule = self._rule
+        if rule is not None and struct.unpack(f">{count}Q", b"".join(keys)) != tuple(hashes):
+            return False
+        if len(set(hashes)) != count or not self._claims.keys().isdisjoint(keys):
+            return False
+
+        tiers = TierMask(1 << tier_of(event.medium))
+        above = None if parent is None else block_key(digest)
+        fresh: list[Node] = []
+        emitted = self._emitted
+        for h, digest, key in zip(hashes, digests, keys, strict=True):
+            if depth % PAGE_SPAN == 0 or head is None:
+                head = PageHead(key)
+            emitted[key] = BlockWrite(key, above, head, depth, tiers)
+            depth += 1
+            node = Node(h, parent, True, tiers, tiers, digest, digest if rule else None, depth, head, (key,))
+            if fresh:
+                fresh[-1].below = node
+            elif parent is not None:
+                parent.adopt(node)
+            fresh.append(node)
+            parent, above = node, key
+        nodes.update(zip(hashes, fresh, strict=True))
+        self._claims.update(zip(keys, fresh, strict=True))
+        table.update(dict.fromkeys(hashes, 1))
+        self.copies += count
+        self.held += count
+        self.attached += count
+        if rule is not None:
+            self.stats.parity_ok += count
+        return True
+
     def _is_main(self, event: BlockStored) -> bool:
         """Does this group's presence make a prefix usable? Learns the group's index at its first store."""
         if event.kind is not None and event.kind not in FULL_ATTENTION_KINDS:
@@ -355,17 +731,75 @@ class Inventory:
             self._main_group = event.group
         return event.group == self._main_group
 
+    def _other_group(self, event: BlockStored) -> None:
+        """A store in another group than the one whose nodes are kept: a masked one may name none of its blocks."""
+        kind = event.kind
+        if kind in UNCACHED_KINDS or (self._main_group is None and (kind is None or kind in FULL_ATTENTION_KINDS)):
+            return
+        if event.group not in self._groups:
+            if event.block_size <= 0:
+                return  # a placeholder does not say how the group is cut
+            needed = EVERYTHING
+            if kind in WINDOW_KINDS and event.window is not None:
+                needed = -(-(event.window - 1) // event.block_size)
+            elif kind in STATE_KINDS:
+                needed = 1
+            elif kind not in FULL_ATTENTION_KINDS:
+                self.flaws.add("unknown_group_kind")
+            if self._page_size is not None and event.block_size % self._page_size:
+                self.flaws.add("group_block_size")
+            self._groups[event.group] = Group(event.block_size, needed)
+            self._stale = dict.fromkeys(self._nodes.values())
+        for h in event.hashes:
+            if (node := self._nodes.get(h)) is not None:
+                self._stale[node] = None
+
+    def _group_holds(self, group: int, h: EngineHash) -> bool:
+        return any(
+            g == group and h in table and medium not in self._ignored for (medium, g), table in self._tables.items()
+        )
+
+    def _count_runs(self) -> None:
+        """Bring every group's runs up to date, from the nodes that changed down to where nothing does."""
+        stale, self._stale = self._stale, {}
+        for group, need in self._groups.items():
+            runs = need.runs
+            for start in stale:
+                todo = [start]
+                while todo:
+                    node = todo.pop()
+                    if self._nodes.get(node.hash) is not node:
+                        continue
+                    at_start = need.needed if node.placed else 0
+                    above = at_start if node.parent is None else runs.get(node.parent, 0)
+                    if self._ends_group_block(node, need):
+                        above = min(need.needed, above + 1) if self._group_holds(group, node.hash) else 0
+                    if runs.get(node) != above:
+                        runs[node] = above
+                        self._dirty[node] = None
+                        todo.extend(node.children)
+
+    def _ends_group_block(self, node: Node, need: Group) -> bool:
+        tail = 0 if node.tail is None else len(node.tail[0])
+        return (node.depth * self.block_size + tail) % need.size == 0
+
     def _fits(self, size: int, medium: str, aligned: bool) -> bool:
-        """Is this the engine's own block size? The first aligned store in GPU memory settles what that is."""
-        if self._page_size is None:
-            if size <= 0 or (self.block_size % size and size % self.block_size):
-                return False
-            if self._engine_keys and size != self.block_size:
-                return False
-            if medium != "gpu" or not aligned:
-                return size == self.block_size
+        """Is this the engine's own block size? An aligned GPU store into an empty picture settles what that is."""
+        computed = medium == "gpu" and aligned
+        if computed and (self._page_size is None or not self.held) and self._usable_size(size):
             self._page_size = size
-        return size == self._page_size
+        if size == (self._page_size or self.block_size):
+            return True
+        if computed:
+            self.flaws.add("foreign_block_size")
+        elif self._page_size is None:
+            self.flaws.add("unknown_block_size")
+        return False
+
+    def _usable_size(self, size: int) -> bool:
+        if self._engine_keys:
+            return size == self.block_size
+        return size > 0 and (self.block_size % size == 0 or size % self.block_size == 0)
 
     def _node(self, h: EngineHash) -> Node:
         node = self._nodes.get(h)
@@ -390,9 +824,7 @@ class Inventory:
             parent, node.opaque = None, True
         node.placed, node.parent, node.pending = True, parent, inputs
         if parent is not None:
-            if parent.children is None:
-                parent.children = set()
-            parent.children.add(node)
+            parent.adopt(node)
             if parent.digest is None and not parent.opaque:
                 return
         todo = [node]
@@ -400,7 +832,9 @@ class Inventory:
             node = todo.pop()
             self._extend(node)
             self._dirty[node] = None
-            todo.extend(child for child in node.children or () if child.digest is None)
+            if self._groups:
+                self._stale[node] = None
+            todo.extend(child for child in node.children if child.digest is None)
 
     @staticmethod
     def _is_below(node: Node, other: Node) -> bool:
@@ -482,7 +916,7 @@ class Inventory:
             node = todo.pop()
             node.opaque = True
             self._dirty[node] = None
-            todo.extend(child for child in node.children or () if not child.opaque)
+            todo.extend(child for child in node.children if not child.opaque)
 
     def _removed(self, event: BlockRemoved) -> None:
         stats = self.stats
@@ -498,8 +932,12 @@ class Inventory:
                 table[h] = copies - 1
             else:
                 del table[h]
+                if self._unsure and (unsure := self._unsure.get(event.medium)):
+                    unsure.pop((event.group, h), None)
                 if event.group == self._main_group:
                     self._unhold(h, event.medium)
+                elif self._groups and (node := self._nodes.get(h)) is not None:
+                    self._stale[node] = None
 
     def _unhold(self, h: EngineHash, medium: str) -> None:
         node = self._nodes.get(h)
@@ -508,6 +946,8 @@ class Inventory:
         tier = tier_of(medium)
         for (name, group), table in self._tables.items():
             if group == self._main_group and name != medium and tier_of(name) == tier and h in table:
+                if name in self._ignored:
+                    continue
                 return
         if node.tiers & (1 << tier):
             node.tiers &= ~(1 << tier)
@@ -519,33 +959,100 @@ class Inventory:
         # Nodes that are not held hang above one that is, so evicting copies frees nodes as well.
         while self.copies > self._max_blocks or (self.copies and len(self._nodes) > 2 * self._max_blocks):
             (medium, group), table = max(self._tables.items(), key=lambda item: len(item[1]))
-            oldest = next(iter(table))
-            self.copies -= table.pop(oldest)
             self.stats.evicted += 1
             self.flaws.add("inventory_bound")
-            if group == self._main_group:
-                self._unhold(oldest, medium)
-                if (node := self._nodes.get(oldest)) is not None:
-                    self._collect(node)
+            self._drop(medium, group, next(iter(table)))
+
+    def _drop(self, medium: str, group: int, h: EngineHash) -> None:
+        """Forget every copy of one block in one medium."""
+        self.copies -= self._tables[medium, group].pop(h)
+        if unsure := self._unsure.get(medium):
+            unsure.pop((group, h), None)
+        if group == self._main_group:
+            self._unhold(h, medium)
+            if (node := self._nodes.get(h)) is not None:
+                self._collect(node)
+        elif self._groups and (node := self._nodes.get(h)) is not None:
+            self._stale[node] = None
+
+    # ---- after a loss -------------------------------------------------------------------------------------------
+
+    def _holds(self, medium: str) -> int:
+        """Different blocks held in one medium, over its groups."""
+        return sum(len(table) for (name, _), table in self._tables.items() if name == medium)
+
+    def _limit(self, medium: str) -> int:
+        """Blocks one medium can hold, as far as is known."""
+        if medium == "gpu" and self.capacity is not None:
+            return self.capacity
+        return max(self._peak.get(medium, 0), DEFAULT_CAPACITY)
+
+    def _note_suspects(self) -> None:
+        """Everything held is in doubt from now, unless it was before. Linear, so not for every loss of many."""
+        stored = self.stats.stored
+        if self._unsure and stored - self._noted_at < self._limit("gpu") // 64:
+            return
+        self._lossy, self._noted_at = False, stored
+        for (medium, group), table in self._tables.items():
+            self._peak[medium] = max(self._peak.get(medium, 0), self._holds(medium))
+            unsure, taken = self._unsure.setdefault(medium, {}), self._taken.get(medium, 0)
+            for h in table:
+                unsure.setdefault((group, h), taken)
+
+    def _vouch(self, event: BlockStored, table: dict[EngineHash, int]) -> None:
+        """A store proves that its prefix is in the engine's memory. Of a suspect stored again, that copy is sure."""
+        unsure = self._unsure.get(event.medium)
+        if not unsure:
+            return
+        group = event.group
+        for h in event.hashes:
+            if unsure.pop((group, h), None) is not None and (copies := table.pop(h, 0)):
+                self.copies -= copies
+        if event.medium == "gpu" and group == self._main_group and event.parent is not None:
+            node = self._nodes.get(event.parent)
+            while node is not None and unsure.pop((group, node.hash), None) is not None:
+                node = node.parent
+
+    def _age(self) -> None:
+        """Drop suspects a turnover old, and what the engine cannot hold beside what is certain."""
+        for medium, unsure in self._unsure.items():
+            limit, taken = self._limit(medium), self._taken.get(medium, 0)
+            excess = self._holds(medium) - self.capacity if medium == "gpu" and self.capacity is not None else 0
+            while unsure:
+                (group, h), mark = next(iter(unsure.items()))
+                if excess <= 0 and taken - mark < limit:
+                    break
+                excess -= 1
+                self.stats.aged += 1
+                self._drop(medium, group, h)
+        self._unsure = {medium: unsure for medium, unsure in self._unsure.items() if unsure}
 
     # ---- attaching ----------------------------------------------------------------------------------------------
 
     def _wanted(self, node: Node) -> int:
-        """The tier mask this node should show in the index; 0 while detached."""
+        """The tiers and THROUGH this node should show in the index; 0 while detached."""
         if not node.tiers or node.opaque or node.digest is None:
             return 0
         parent = node.parent
         if parent is not None and not parent.mask:
             return 0
+        through = THROUGH if self._groups and not self._usable_end(node) else 0
         pages = self._pages(node)
         if len(pages) == 1:
-            return node.tiers
+            return node.tiers | through
         # Several engine pages make one index block: a tier holds it when it holds all of them.
         common, slowest = node.tiers, 0
         for page in pages:
             common &= page.tiers
             slowest = max(slowest, page.tiers & -page.tiers)
-        return common or slowest
+        return (common or slowest) | through
+
+    def _usable_end(self, node: Node) -> bool:
+        """Does every further group hold what a prompt that goes on here needs of it?"""
+        return all(
+            need.runs.get(node, 0) >= need.needed and self._ends_group_block(node, need)
+            for need in self._groups.values()
+        )
 
     def _pages(self, node: Node) -> list[Node]:
         """The engine pages that make up the index block completing at this node; itself if none does."""
@@ -558,7 +1065,7 @@ class Inventory:
         """The nodes at which an index block completes that `page`, which completes none, is part of."""
         todo = [page]
         while todo:
-            for child in todo.pop().children or ():
+            for child in todo.pop().children:
                 if child.keys:
                     yield child
                 else:
@@ -577,7 +1084,7 @@ class Inventory:
                 self.attached += 1 if wanted else -1
             node.mask = wanted
             if flipped:
-                todo.extend(node.children or ())
+                todo.extend(node.children)
             elif not node.keys:
                 # A page without a key of its own still decides the tiers of the block it is part of.
                 todo.extend(self._completing(node))
@@ -628,22 +1135,33 @@ class Inventory:
         if owner is None:
             return 0
         if isinstance(owner, Node):
-            return owner.mask
-        mask = 0
+            return _shown(owner, key)
+        mask, through = 0, THROUGH
         for node in owner:
-            mask |= node.mask
-        return mask
+            shown = _shown(node, key)
+            mask |= shown
+            through &= shown
+        return mask & ~THROUGH | through
 
     def _collect(self, node: Node) -> None:
         """Drop a node that is neither held nor needed by anything below it, and ancestors freed by that."""
         while not node.tiers and not node.children and self._nodes.get(node.hash) is node:
             del self._nodes[node.hash]
             self._suspects.discard(node)
+            for need in self._groups.values():
+                need.runs.pop(node, None)
             parent = node.parent
-            if parent is None or parent.children is None:
+            if parent is None:
                 return
-            parent.children.discard(node)
+            parent.disown(node)
             node = parent
+
+
+def _shown(node: Node, key: BlockKey) -> int:
+    """What the index shows of one of a node's index blocks. An engine reuses its own blocks whole: one that is wider
+    than an index block is no hit for a prompt that leaves it half way."""
+    mask = node.mask
+    return mask | THROUGH if mask and key != node.keys[-1] else mask
 
 
 def _cut(tail: Inputs | None, inputs: Inputs, size: int) -> tuple[list[Inputs], Inputs | None]:

@@ -24,11 +24,12 @@ key is a hash of the whole prefix: whoever has exactly that text can recognise i
 
 from __future__ import annotations
 
+import gzip
 import os
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Final, Literal, Self
@@ -563,3 +564,73 @@ def _bodies(raw: bytes) -> Iterator[bytes]:
             return
         yield body
         at += length
+
+
+class FramesReader:
+    """A capture in the frames format, as a recording: JSON lines, each a list of hex frames `[topic, seq, payload]`,
+    plain or compressed with gzip.
+
+    The format has no times, so the engine's own stand for the time of receipt, and no source, so that is given.
+    """
+
+    def __init__(self, path: Path, source: Source) -> None:
+        """Raises BadRecording if the file cannot be opened."""
+        self.paths = [path]
+        self.source = source
+        self.damage: list[Damage] = []
+        with _opened(path) as file:
+            self._compressed = file.read(2) == b"\x1f\x8b"
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return self.paths[0].stat().st_size
+
+    def __iter__(self) -> Iterator[Entry]:
+        for entry, _ in self.with_progress():
+            yield entry
+
+    def with_progress(self) -> Iterator[tuple[Entry, int]]:
+        """Entries, each with the bytes on disk read so far. Raises BadRecording where a line is no message."""
+        path = self.paths[0]
+        self.damage = []
+        with _opened(path) as file:
+            lines: Iterable[bytes] = gzip.GzipFile(fileobj=file) if self._compressed else file
+            try:
+                for position, line in enumerate(lines):
+                    yield Entry(position, self.source, self._record(line, position)), file.tell()
+            except EOFError:
+                self.damage.append(Damage(path, self.size, "cut"))
+            except (OSError, zlib.error):
+                raise BadRecording(f"{path}: its compression is damaged") from None
+
+    def _record(self, line: bytes, position: int) -> Frame | Malformed:
+        try:
+            frames = [bytes.fromhex(text) for text in msgspec.json.decode(line, type=list[str])]
+        except (msgspec.MsgspecError, ValueError):
+            raise BadRecording(f"{self.paths[0]}: line {position + 1} is no list of hex frames") from None
+        if len(frames) != 3 or len(frames[1]) != 8:
+            return Malformed(0, 0, frames)
+        topic, seq, payload = frames
+        try:
+            at = int(decode_batch(payload).ts * 1e9)
+        except MalformedBatch:
+            at = 0
+        return Frame(0, at, int.from_bytes(seq, "big"), False, topic, payload)
+
+
+Recording = RecordingReader | FramesReader
+
+
+def open_recording(paths: Sequence[Path], source: Source | None) -> Recording:
+    """What the paths hold. source: for captures in the frames format, which name none.
+
+    Raises BadRecording if they hold no recording, ConfigError if a capture comes without a source.
+    """
+    if not any(path.name.endswith((".jsonl", ".jsonl.gz")) for path in paths):
+        return RecordingReader(paths)
+    if len(paths) > 1:
+        raise ConfigError("recording", "captures are read one at a time", "name one file")
+    if source is None:
+        raise ConfigError("model", "is not set", "a capture names no model; pass --model, --engine, --block-size")
+    return FramesReader(paths[0], source)

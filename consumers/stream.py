@@ -22,10 +22,13 @@ Rules, from running the engines (wire-format notes, section 1):
 - A replay may start later than asked (the ring forgot) and may lose batches in the middle (send marks), without
   saying so. Contiguity is checked here; a hole is asked for once more before it is taken for real.
 - Every replay starts at the last batch applied: if its payload differs, or the ring has neither it nor a later one,
-  another process answers, so the engine restarted. If the ring has moved past it, nothing proves anything, and after
-  a reconnect that is a loss. Without a replay endpoint a restart while disconnected shows only if the numbers do not
-  happen to go on where they were.
+  another process answers, so the engine restarted. If the ring has moved past it, also when asked again, nothing
+  proves anything, and after a reconnect that is a loss. Without a replay endpoint a restart while disconnected shows
+  only if the numbers do not happen to go on where they were.
 - A replay that failed is no loss yet: `degraded` then ends with the next replay that succeeds.
+- A batch lost before the engine falls idle is missed by nobody, and a subscription takes effect some time after the
+  connection reports it. So after a while of silence the replay is asked for anything newer than what was applied
+  last: a *probe*, which changes no phase and, unlike a recovery, may fail.
 - Replayed and live batches are applied in sequence order, never interleaved.
 
 Bounds: at most `max_held` batches and `max_held_bytes` wait during a replay (beyond that the newest are dropped and
@@ -34,8 +37,9 @@ replayed later); MEMORY payload digests are kept; a replay is asked for at most 
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from enum import Enum
 from typing import Final, Literal, Protocol
@@ -47,6 +51,8 @@ from ..proto.events import AllBlocksCleared, Batch, decode_batch
 
 END_MARKER: Final = 0xFFFF_FFFF_FFFF_FFFF
 MAX_ATTEMPTS: Final = 3
+FIRST_PROBE_S: Final = 1.0
+"""Silence after a replay that makes the first probe."""
 MEMORY: Final = 16_384
 """Digests of applied batches kept to tell copies from restarts: more than an engine's default replay ring."""
 
@@ -125,7 +131,23 @@ class Dropped(msgspec.Struct, frozen=True):
     """Policy `reset`: something was lost, so forget what may be stale. The engine itself did not restart."""
 
 
-Action = Apply | RequestReplay | Restarted | Dropped
+class Doubted(msgspec.Struct, frozen=True):
+    """Policy `keep`: something was lost, so what is known may be stale from here on."""
+
+
+class Position(msgspec.Struct, frozen=True):
+    """Where a stream was, for another process to resume from."""
+
+    expected: int
+    """The next sequence number; at least one batch was applied."""
+    length: int
+    """Of the payload of the batch before it; with `crc`, what proves that it is still the same engine process."""
+    crc: int
+    cause: str
+    """What was lost for good before; empty if nothing was."""
+
+
+Action = Apply | RequestReplay | Restarted | Dropped | Doubted
 LossPolicy = Literal["keep", "reset"]
 """keep: serve on with what is known, flagged. reset: forget it, and learn again from what comes."""
 
@@ -164,6 +186,12 @@ class StreamStats(msgspec.Struct):
     skipped_events: int = 0
     unknown_kinds: int = 0
     wrong_rank: int = 0
+    probes: int = 0
+    """Times a silent engine was asked whether there is anything new."""
+    probe_finds: int = 0
+    """Of those, times there was: batches nobody had missed."""
+    probe_failures: int = 0
+    """Of those, times there was no answer."""
     held_dropped: int = 0
     """Live batches dropped at the bound while a replay ran (replayed afterwards)."""
 
@@ -178,11 +206,13 @@ class Stream:
         dp_rank: int = 0,
         on_loss: LossPolicy = "keep",
         replay_timeout_s: float = 5.0,
+        probe_s: float | None = None,
         max_held: int = 20_000,
         max_held_bytes: int = 256 << 20,
         journal: Journal | None = None,
     ) -> None:
-        """replay: the engine has a replay endpoint. replay_timeout_s: silence after which a replay is asked anew."""
+        """replay: the engine has a replay endpoint. replay_timeout_s: silence after which a replay is asked anew.
+        probe_s: silence of the subscription after which the replay is asked for news; None: never."""
         self.stats = StreamStats()
         self.phase = Phase.CONNECTING
         self.cause = ""
@@ -191,10 +221,17 @@ class Stream:
         """The next sequence number."""
         self.last_ts: float | None = None
         """Engine time of the newest applied batch."""
+        self.decode_errors: Counter[str] = Counter()
+        """Batches and events that could not be applied, by cause: labels of a fixed set."""
         self._replay = replay
         self._rank = dp_rank
         self._on_loss = on_loss
         self._timeout = replay_timeout_s
+        self._probe_s = probe_s if replay else None
+        self._probe_at = 0.0
+        """When to probe next, if nothing is heard until then."""
+        self._probing = False
+        """The running replay is a probe."""
         self._max_held, self._max_held_bytes = max_held, max_held_bytes
         self._journal = journal
         self._held: dict[int, bytes] = {}
@@ -206,6 +243,8 @@ class Stream:
         self._deadline = 0.0
         self._verify: int | None = None
         """The seq whose replayed payload must equal what was applied, until a reply to the running request tells."""
+        self._passed = False
+        """The running replay went past that seq without showing it."""
         self._progress = 0
         self._newest = -1
         """Highest seq heard of, applied or not."""
@@ -213,9 +252,40 @@ class Stream:
         """The subscription is up, as far as we were told."""
         self._heard = False
         """A batch of this engine process was applied."""
+        self._applied = -1
+        """The last one that was; before `expected - 1` if what came after it was given up."""
         self._doubt = True
         self._lost = False
         """Something is lost for good, until a clear or a restart."""
+        self._loss = ""
+        """What it was, last."""
+
+    # ---- over a restart of ours ---------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> Position | None:
+        """What `resume` needs, together with everything applied so far; None where no batch can prove it."""
+        last = self._digests.get(self.expected - 1)
+        if not self._heard or last is None:  # nothing yet, or what came last is lost
+            return None
+        length, crc = last
+        return Position(self.expected, length, crc, self._loss if self._lost else "")
+
+    def resume(self, position: Position) -> None:
+        """Go on where another process was, before anything was connected. The replay will tell whether it holds."""
+        self._heard = True
+        self.expected = position.expected
+        self._newest = self._applied = position.expected - 1
+        self._digests[self._newest] = position.length, position.crc
+        if position.cause:
+            self._lost, self._loss = True, position.cause
+            self._signal(Signal.LOSS)
+            self.cause = position.cause
+
+    def proven(self) -> None:
+        """The picture was compared with the engine's own at this position, and they are equal: nothing is lost."""
+        self._lost = self._doubt = False
+        self._complete()
 
     # ---- signals in ---------------------------------------------------------------------------------------------
 
@@ -230,6 +300,8 @@ class Stream:
         self._signal(Signal.JOIN)
         self._doubt = True
         self._attempts = 0
+        # What waits came through another connection, so perhaps from another process. The replay has it again.
+        self._forget_held()
         return self._ask(now)
 
     def disconnected(self, now: float) -> list[Action]:
@@ -250,6 +322,7 @@ class Stream:
             return self._lose("malformed_frame")
         # A message can arrive before the socket monitor has reported the connection.
         actions = [] if self._linked else self.connected(now)
+        self._probe_in(now, math.inf)
         if self._request is not None:
             self._hold(seq, frames[2])
             return actions
@@ -269,26 +342,43 @@ class Stream:
         if seq == END_MARKER and not payload:
             return self._replay_ended(now)
         self.stats.replayed_batches += 1
-        actions: list[Action] = []
         if self._verify is not None and seq >= self._verify:
-            verify, self._verify = self._verify, None
-            if seq == verify:
+            if seq == self._verify:
+                self._verify = None
                 return [] if self._digests.get(seq) == _digest(payload) else self._restart(now)
             if self._doubt:
-                # The ring has moved past what was seen last: nothing proves that the same process answers.
-                actions = self._lose("unverified")
+                # The ring has moved past it, or this replay lost it: who answers is open until its end.
+                self._passed = True
+                self._hold(seq, payload)
+                return []
+            self._verify = None
         if seq < self.expected:
             self.stats.duplicates += 1
-            return actions
+            return []
         if seq > self.expected:
             self._hold(seq, payload)
-            return actions
-        return actions + self._apply(seq, payload, replayed=True)
+            return []
+        waiting = self._held.pop(seq, None)
+        if waiting is not None:
+            self._held_bytes -= len(waiting)
+            self.stats.duplicates += 1
+            if waiting != payload:
+                return self._restart(now)  # the subscription and the replay reach different processes
+        return self._apply(seq, payload, replayed=True)
 
     def tick(self, now: float) -> list[Action]:
-        """Time passed. Call at least every second while `waiting` is true."""
-        if self._request is None or now < self._deadline:
+        """Time passed. Call at least every second."""
+        if self._request is None:
+            if self._probe_s is None or not self._linked or now < self._probe_at:
+                return []
+            return self._ask(now, probe=True)
+        if now < self._deadline:
             return []
+        if self._probing:
+            self.stats.probe_failures += 1
+            self._request, self._verify, self._probing = None, None, False
+            self._probe_in(now, math.inf)
+            return self._drain(now, again=True)
         self._attempts += 1
         if self._attempts < MAX_ATTEMPTS:
             return self._ask(now)
@@ -353,7 +443,7 @@ class Stream:
         if not replayed and (not self._replay or (seq == 0 and not self._heard)):
             self._doubt = False  # the first batch of a process; or the best there is to go by
         self.expected = seq + 1
-        self._heard = True
+        self._heard, self._applied = True, seq
         self._digests[seq] = _digest(payload)
         if len(self._digests) > MEMORY:
             self._digests.popitem(last=False)
@@ -362,9 +452,10 @@ class Stream:
         if self._journal is not None:
             self._journal.taken(seq, payload, replayed)
         try:
-            batch = decode_batch(payload)
-        except MalformedBatch:
+            batch = decode_batch(payload, pack_tokens=True)
+        except MalformedBatch as error:
             stats.malformed_batches += 1
+            self.decode_errors[error.cause] += 1
             return self._lose("malformed_batch")
         stats.events += len(batch.events)
         self.last_ts = batch.ts
@@ -373,6 +464,7 @@ class Stream:
         actions: list[Action] = []
         harmful = 0
         for skipped in batch.skipped:
+            self.decode_errors[skipped.cause] += 1
             if skipped.cause == "unknown_kind":
                 stats.unknown_kinds += 1
             else:
@@ -390,21 +482,22 @@ class Stream:
         if self._journal is not None:
             self._journal.restarted()
         self._signal(Signal.RESTART)
-        self.expected, self._newest, self._heard = 0, -1, False
+        self.expected, self._heard = 0, False
         self._doubt, self._lost = True, False
         self._digests.clear()
         self._attempts = 0
-        self._held.clear()
-        self._held_bytes = 0
+        self._forget_held()
         actions: list[Action] = [Restarted()]
         return actions + self._ask(now) if self._replay else actions
 
     # ---- replay -------------------------------------------------------------------------------------------------
 
-    def _ask(self, now: float) -> list[Action]:
+    def _ask(self, now: float, *, probe: bool = False) -> list[Action]:
         """From the last applied batch on: the copy of it proves that the same process answers."""
-        self._verify = self.expected - 1 if self._heard else None
-        self.stats.replays += 1
+        self._verify, self._passed = (self._applied if self._heard else None), False
+        self._probing = probe
+        self.stats.probes += probe
+        self.stats.replays += not probe
         self._requests += 1
         self._request = self._requests
         self._progress = self.expected
@@ -412,14 +505,31 @@ class Stream:
         return [RequestReplay(self.expected if self._verify is None else self._verify, self._requests)]
 
     def _replay_ended(self, now: float) -> list[Action]:
+        probing, self._probing = self._probing, False
+        if probing and self.expected > self._progress:
+            self.stats.probe_finds += 1
+        # The first one soon: until the subscription took effect, what was published went nowhere.
+        self._probe_in(now, math.inf if probing else FIRST_PROBE_S)
+        actions: list[Action] = []
         if self._verify is not None:
-            # The ring has neither the batch applied last nor a later one: another process owns it.
-            return self._restart(now)
+            if not self._passed:
+                # The ring has neither the batch applied last nor a later one: another process owns it.
+                return self._restart(now)
+            self._attempts += 1
+            if self._attempts < MAX_ATTEMPTS - 1:
+                return self._ask(now)
+            # Nothing proves that the same process answers.
+            self._verify = None
+            actions = self._lose("unverified")
         if self.expected > self._progress:
             self._attempts = 0
         self._request = None
         self._doubt = False
-        return self._drain(now, again=True)
+        return actions + self._drain(now, again=True)
+
+    def _probe_in(self, now: float, at_most_s: float) -> None:
+        if self._probe_s is not None:
+            self._probe_at = now + min(self._probe_s, at_most_s)
 
     def _drain(self, now: float, *, again: bool) -> list[Action]:
         """Apply what waited, in order. again: ask once more for what is missing before it is taken for lost."""
@@ -444,6 +554,9 @@ class Stream:
         return actions
 
     def _hold(self, seq: int, payload: bytes) -> None:
+        if seq < self.expected and self._digests.get(seq) == _digest(payload):
+            self.stats.duplicates += 1
+            return
         self._newest = max(self._newest, seq)
         if seq in self._held:
             return
@@ -452,6 +565,11 @@ class Stream:
             return
         self._held_bytes += len(payload)
         self._held[seq] = payload
+
+    def _forget_held(self) -> None:
+        self._held.clear()
+        self._held_bytes = 0
+        self._newest = self.expected - 1
 
     # ---- phase --------------------------------------------------------------------------------------------------
 
@@ -473,10 +591,10 @@ class Stream:
             self.cause = ""
 
     def _lose(self, cause: str) -> list[Action]:
-        self._lost = True
+        self._lost, self._loss = True, cause
         self._signal(Signal.LOSS)
         self.cause = cause
-        return [Dropped()] if self._on_loss == "reset" else []
+        return [Dropped() if self._on_loss == "reset" else Doubted()]
 
 
 def _digest(payload: bytes) -> tuple[int, int]:

@@ -20,9 +20,11 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from ..proto.events import MAX_PAYLOAD_BYTES
 from .stream import Action, RequestReplay, Stream
 
-MAX_MESSAGE: Final = 64 << 20
+MAX_MESSAGE: Final = 2 * MAX_PAYLOAD_BYTES
+"""A batch too large to be decoded is counted and costs itself; only one beyond this costs ZeroMQ's connection."""
 LIVE_HWM: Final = 100_000
 BURST: Final = 256
 TICK_S: Final = 0.25

@@ -1,8 +1,13 @@
 """Writes one replica's inventory into the index, holds its lease, and knows when it has been superseded.
 
 Strategy. There is one way to publish: take a claim (a new incarnation), write the whole attached part, then move the
-pointer; from there on write deltas. A restart, a clear, a lost registration or a store that came back empty all lead
+pointer; from there on write deltas. A restart, a clear, a lost registration or a store that lost something all lead
 back to that one path, so none of them needs a way of its own.
+
+Whether the store lost something (or brought something back) is asked with every renewal and after every failure, by
+comparing its witness with the one taken before the claim. On any doubt the old incarnation goes on counting, flagged
+`republishing`, until a complete new one takes its place. What makes many consumers doubt at once is the rule here, so
+each waits a random part of SPREAD_S first and writes no faster than REPUBLISH_BLOCKS_S.
 
 Invariants: one write is in flight at a time, besides at most one verification, which is of other pages or older; what
 is pending holds, per block, the newest state not yet acknowledged, so a failed write loses nothing. Nothing is
@@ -16,8 +21,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
+import random
 import time
+from collections import deque
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -26,6 +36,7 @@ from ..proto.errors import StoreError, StoreRefused, Superseded
 from ..proto.hashing import BlockKey
 from ..proto.index import BlockWrite, Claim, Index, PageHead, ReplicaSpec, ReplicaStatus
 from .inventory import Delta, Inventory
+from .lag import Lag
 
 URGENT_BLOCKS: Final = 4
 """A delta of this many blocks (a prefill) is written at once; fewer (decoding) may wait for company."""
@@ -35,8 +46,19 @@ CHUNK: Final = 4096
 MAX_PENDING: Final = 1_000_000
 BACKOFF_S: Final = (0.05, 2.0)
 """First and longest pause after a failed call; doubles in between."""
+MAX_INVISIBLE: Final = 4096
+"""Batches whose way to the store is timed; of more, the oldest are not."""
 REFRESH_PAGES: Final = 64
 """Pages verified per call."""
+SPREAD_S: Final = 5.0
+"""Longest random pause before publishing anew after a doubt; at most a lease."""
+REPUBLISH_BLOCKS_S: Final = 100_000
+"""Blocks per second a whole inventory is written with; a server takes several times that."""
+
+_log = logging.getLogger("metatrie.consumer")
+
+
+_depth = attrgetter("depth")
 
 
 class WriterStats(msgspec.Struct):
@@ -51,6 +73,8 @@ class WriterStats(msgspec.Struct):
     """Of those, calls the store refused (full, or unfit)."""
     claims: int = 0
     superseded: int = 0
+    doubts: int = 0
+    """Times the store turned out to have lost something, or may have, so that everything was published anew."""
     refreshed: int = 0
     """Block states verified."""
     repaired: int = 0
@@ -84,31 +108,51 @@ class IndexWriter:
         """Set once the first claim was granted."""
         self.standby = False
         """Another owner holds the registration; we wait for its lease to end."""
+        self.publishing = False
+        """The store does not have the whole inventory under the newest claim yet."""
+        self.outage = ""
+        """Metric label of why the store did not serve the last call; empty when it did."""
         self.lag_s = 0.0
         """Engine time to acknowledged write, for the newest batch of the last flush."""
+        self.visible = Lag()
+        """The same of every live batch: from then on every router sees it."""
         self._index, self._spec, self._inventory = index, spec, inventory
         self._owner, self._status, self._synced = owner, status, synced
         self._lease_s, self._refresh_s, self._linger_s = lease_s, refresh_s, linger_s
         self._pending: dict[BlockKey, BlockWrite] = {}
+        self._flying: list[BlockWrite] = []
         self._in_flight = 0
-        """Block states taken from pending and not yet acknowledged."""
+        """Of `_flying`, block states at its end not yet acknowledged."""
         self._fresh_life = False
+        self._witness = b""
+        """The store's, taken before the claim."""
+        self._suspicious = False
+        """A call failed: ask for the witness before anything else is written."""
+        self._doubted = False
+        """The store lost something: publish anew, not before `_publish_at`."""
+        self._publish_at = 0.0
         self._version = 0
         self._wake = asyncio.Event()
         self._renew = asyncio.Event()
         self._urgent = False
         self._newest_ts: float | None = None
+        self._invisible: deque[float] = deque(maxlen=MAX_INVISIBLE)
+        """Engine times of live batches not yet acknowledged."""
         self._touched: set[PageHead] | None = None
 
     # ---- in -----------------------------------------------------------------------------------------------------
 
-    def submit(self, delta: Delta, ts: float | None) -> None:
-        """Take over what changed. Never blocks. ts: engine time of the batch."""
+    def submit(self, delta: Delta, ts: float | None, *, live: bool = True) -> None:
+        """Take over what changed. Never blocks. ts: engine time of the batch. live: it was not replayed, so that how
+        old it is says how fast we are."""
         if delta.reset:
             self._fresh_life = True
             self._pending.clear()
+            self._invisible.clear()
         if delta.writes:
             self._newest_ts = ts or None  # 0.0: the engine's clock was unreadable
+        if delta.writes and ts and live:
+            self._invisible.append(ts)
         if self.claim is None:
             self._wake.set()
             return  # publishing starts from the inventory, which has this already
@@ -129,15 +173,33 @@ class IndexWriter:
         self._renew.set()
         self._wake.set()
 
+    def republish(self) -> None:
+        """Write everything again under a new incarnation; the one that counts now does so until that is complete."""
+        if self.claim is not None and not self._doubted:
+            self.stats.doubts += 1
+            self._doubted = self.publishing = True
+            self._publish_at = time.monotonic() + random.uniform(0, min(SPREAD_S, self._lease_s))
+            self._urgent = True
+            self.status_changed()
+
     @property
     def pending(self) -> int:
         """Block states not yet acknowledged."""
         return len(self._pending) + self._in_flight
 
+    def unacknowledged(self) -> set[BlockKey]:
+        """The blocks `pending` counts: what the store has of them is anybody's guess."""
+        return {*self._pending, *(write.key for write in self._flying[len(self._flying) - self._in_flight :])}
+
+    @property
+    def current(self) -> bool:
+        """What was acknowledged is the whole of what counts: this life's, complete, and pointed at."""
+        return self.active and not self.publishing and not self._fresh_life
+
     @property
     def idle(self) -> bool:
         """Everything applied so far is in the index and counts."""
-        return self.active and not self.pending and not self._fresh_life
+        return self.current and not self.pending
 
     # ---- loops --------------------------------------------------------------------------------------------------
 
@@ -155,30 +217,62 @@ class IndexWriter:
 
     async def _write_loop(self) -> None:
         backoff = BACKOFF_S[0]
-        while True:
+        while _goes_on():
             try:
-                if self.claim is None or self._fresh_life:
+                if self._suspicious and self.claim is not None:
+                    await self._ask_witness()
+                if self.claim is None or self._fresh_life or (self._doubted and time.monotonic() >= self._publish_at):
                     await self._publish()
                 elif self._pending:
                     await self._flush()
-                if not self.active and self.claim is not None and self._synced() and not self._pending:
+                if self._may_activate():
                     await self._activate()
                 backoff = BACKOFF_S[0]
-            except Superseded:
-                await self._stand_by()
+                self._served()
+            except Superseded as error:
+                self._served()
+                await self._stand_by(error.retry_s)
             except StoreError as error:
-                self.stats.failures += 1
-                self.stats.refused += isinstance(error, StoreRefused)
-                await asyncio.sleep(backoff)
+                self._failed(error)
+                await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
                 backoff = min(backoff * 2, BACKOFF_S[1])
                 continue
             await self._next_turn()
 
+    def _may_activate(self) -> bool:
+        return not self.active and self.claim is not None and not self.publishing and self._synced()
+
+    async def _ask_witness(self) -> None:
+        """Doubt what was written if the store is not the one it was."""
+        claim = self.claim
+        witness = await self._index.witness()
+        self._suspicious = False
+        if self.claim is claim is not None and witness != self._witness:
+            self.republish()
+
+    def _served(self) -> None:
+        if self.outage:
+            _log.info("%s: the index store serves again", self._spec.ref)
+            self.outage = ""
+
+    def _failed(self, error: StoreError) -> None:
+        """One line per cause and outage; the rest is counted."""
+        self.stats.failures += 1
+        self.stats.refused += isinstance(error, StoreRefused)
+        self._suspicious = True
+        cause = "store_refused" if isinstance(error, StoreRefused) else "store_unavailable"
+        if self.outage != cause:
+            self.outage = cause
+            _log.warning("%s: the index store does not serve: %s", self._spec.ref, error)
+
     async def _next_turn(self) -> None:
         """Sleep until there is something to write; let a few single blocks gather."""
-        if self.claim is None or self._fresh_life or (not self.active and self._synced() and not self._pending):
+        if self.claim is None or self._fresh_life or self._may_activate() or not _goes_on():
             return
-        await self._wake.wait()
+        if self._doubted:
+            await _wait(self._wake, max(0.0, self._publish_at - time.monotonic()))
+        else:
+            await self._wake.wait()
         if not self._urgent:
             # Wakes early when a prefill comes in meanwhile.
             self._wake.clear()
@@ -192,16 +286,20 @@ class IndexWriter:
     async def _publish(self) -> None:
         """Begin a new incarnation with the whole attached part."""
         fresh = self._fresh_life
+        # Before the claim: what is lost after it shows as a difference later.
+        witness = await self._index.witness()
         claim = await self._index.claim(self._spec, owner=self._owner, lease_s=self._lease_s, activate=fresh)
         self.stats.claims += 1
         if self._fresh_life and not fresh:
             return  # the engine restarted meanwhile: the pointer must move at once, so claim again
         # From here no await until the snapshot is taken, so the deltas that follow are exactly what it lacks.
-        self._fresh_life = False
+        self._fresh_life = self._doubted = self._suspicious = False
+        self._witness = witness
         self.claim, self.active, self.standby = claim, fresh, False
         self.registered.set()
         self._version = 0
         self._pending = {write.key: write for write in self._inventory.attached_writes()}
+        self.publishing = bool(self._pending)
         self._renew.set()
         if claim.previous is None and not fresh:
             await self._activate()
@@ -221,12 +319,13 @@ class IndexWriter:
         claim, ts = self.claim, self._newest_ts
         assert claim is not None
         todo, self._pending = self._pending, {}
-        appear = sorted((w for w in todo.values() if w.tiers), key=lambda w: w.depth)
-        vanish = sorted((w for w in todo.values() if not w.tiers), key=lambda w: -w.depth)
+        flushed = len(self._invisible)
+        appear = sorted([w for w in todo.values() if w.tiers], key=_depth)
+        vanish = sorted([w for w in todo.values() if not w.tiers], key=_depth, reverse=True)
         blocks = appear + vanish
         done = 0
         try:
-            self._in_flight = len(blocks)
+            self._flying, self._in_flight = blocks, len(blocks)
             while done < len(blocks):
                 if self._fresh_life or self.claim is not claim:
                     return  # these belong to a life, or a claim, that just ended
@@ -234,18 +333,26 @@ class IndexWriter:
                 await self._index.write(claim.incarnation, self._version, blocks[done : done + CHUNK])
                 done = min(done + CHUNK, len(blocks))
                 self._in_flight = len(blocks) - done
+                if self.publishing and done < len(blocks):
+                    await asyncio.sleep(CHUNK / REPUBLISH_BLOCKS_S)
         finally:
-            self._in_flight = 0
+            self._flying, self._in_flight = [], 0
             self.stats.written += done
             if done < len(blocks) and not self._fresh_life and self.claim is claim:
                 for write in blocks[done:]:
                     self._pending.setdefault(write.key, write)
         self.stats.flushes += 1
+        if self.publishing and not self._doubted:
+            self.publishing = False
+            self._renew.set()
+        now = time.time()
+        for _ in range(min(flushed, len(self._invisible))):
+            self.visible.observe(now - self._invisible.popleft())
         if ts is not None:
-            self.lag_s = max(0.0, time.time() - ts)
+            self.lag_s = max(0.0, now - ts)
 
     async def _renew_loop(self) -> None:
-        while True:
+        while _goes_on():
             await _wait(self._renew, self._lease_s / 3)
             self._renew.clear()
             if not self.active:
@@ -254,6 +361,7 @@ class IndexWriter:
             if claim is None:
                 continue
             try:
+                await self._ask_witness()
                 await self._index.renew(
                     self._spec.ref,
                     owner=self._owner,
@@ -267,29 +375,30 @@ class IndexWriter:
                 if self.claim is claim and not self._fresh_life:
                     self.stats.superseded += 1
                     self._drop_claim()
-            except StoreError:
-                self.stats.failures += 1
+            except StoreError as error:
+                self._failed(error)
 
     def _drop_claim(self) -> None:
-        self.claim, self.active = None, False
+        self.claim, self.active, self.publishing, self._doubted = None, False, False, False
         self._pending.clear()
         self._wake.set()
 
-    async def _stand_by(self) -> None:
+    async def _stand_by(self, retry_s: float | None) -> None:
+        """Until the other's lease ends at the earliest, but not for so long that its farewell goes unnoticed."""
         if not self.standby:
             self.stats.superseded += 1
         self.standby = True
         self._drop_claim()
-        await asyncio.sleep(self._lease_s / 3)
+        await asyncio.sleep(min(self._lease_s / 3, math.inf if retry_s is None else retry_s))
 
     async def _refresh_loop(self) -> None:
         """Verify every page once per `refresh_s`: renew its TTL, mend what the store lost or brought back."""
-        while True:
+        while _goes_on():
             await asyncio.sleep(self._refresh_s)
             try:
                 await self._refresh()
-            except (StoreError, Superseded):
-                self.stats.failures += 1
+            except StoreError as error:
+                self._failed(error)
             finally:
                 self._touched = None
 
@@ -312,8 +421,15 @@ class IndexWriter:
             await asyncio.sleep(0)
 
 
+def _goes_on() -> bool:
+    """Whether this task was not cancelled. Redis clients wait with `wait_for`, which in Python 3.11 swallows a
+    cancellation that comes together with the answer."""
+    task = asyncio.current_task()
+    return task is None or not task.cancelling()
+
+
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Until the event is set or time is up. (`wait_for` of Python 3.11 can swallow a cancellation.)"""
+    """Until the event is set or time is up."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()
