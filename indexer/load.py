@@ -1,4 +1,6 @@
-"""Reservations: the load a router causes, known the moment it is caused.
+"""Load: what routers have outstanding where, and what work costs each replica.
+
+Reservations make the load a router causes known the moment it is caused.
 
 Strategy. An engine's own metrics tell of a request a scrape interval late, which is long enough for a burst to pile
 up on one replica. So each routed request reserves its share of the chosen replica at once, and gives back its prefill
@@ -14,12 +16,13 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import ClassVar, Protocol, runtime_checkable
 
 import msgspec
 
 from ..proto.index import ReplicaRef
+from .policies import TYPICAL_SPEED, Speed
 
 DEFAULT_TTL_S = 600.0
 DEFAULT_CAPACITY = 100_000
@@ -46,6 +49,13 @@ class Pending(msgspec.Struct, gc=False):
     requests: int = 0
     tokens: int = 0
     """Uncached prompt tokens still to be computed."""
+    prefills: int = 0
+    """Requests whose prefill is not known to be done."""
+
+    def change(self, requests: int, prefills: int, tokens: int) -> None:
+        self.requests += requests
+        self.prefills += prefills
+        self.tokens += tokens
 
 
 class Reservations(Protocol):
@@ -54,6 +64,13 @@ class Reservations(Protocol):
     Changes are asynchronous and may raise StoreError, since routers may share them; totals are read from a local
     view, without waiting.
     """
+
+    shared: ClassVar[bool]
+    """Other routers' are in the totals, and `refresh` is worth waiting for."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
 
     async def add(self, ref: ReplicaRef, *, predicted_tokens: int, uncached_tokens: int) -> Reservation:
         """Reserve, from now until freed or expired."""
@@ -68,11 +85,23 @@ class Reservations(Protocol):
         """Remove it. False if there is no such reservation (any more)."""
         ...
 
+    async def refresh(self) -> None:
+        """See what other routers did, as of a few milliseconds ago. Raises nothing: without the store the view is the
+        last one."""
+        ...
+
     def pending(self) -> Mapping[ReplicaRef, Pending]:
         """Totals of every replica that has any, now. A live view: read it before the next await."""
         ...
 
     def counts(self) -> ReservationCounts: ...
+
+
+@runtime_checkable
+class SharesReservations(Protocol):
+    """A store through which routers can share what they have outstanding."""
+
+    def reservations(self, *, ttl_s: float, capacity: int) -> Reservations: ...
 
 
 class ReservationCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,10 +110,14 @@ class ReservationCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Since the start: nobody freed them."""
     dropped: int
     """Since the start: the oldest, at the bound."""
+    unshared: int = 0
+    """Since the start: changes other routers could not be told of."""
 
 
 class LocalReservations:
     """Reservations of this process alone."""
+
+    shared: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -101,6 +134,12 @@ class LocalReservations:
         self._pending: dict[ReplicaRef, Pending] = {}
         self._expired = 0
         self._dropped = 0
+
+    async def start(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
 
     async def add(self, ref: ReplicaRef, *, predicted_tokens: int, uncached_tokens: int) -> Reservation:
         self._expire()
@@ -119,15 +158,14 @@ class LocalReservations:
         pending = self._pending.get(ref)
         if pending is None:
             pending = self._pending[ref] = Pending()
-        pending.requests += 1
-        pending.tokens += uncached_tokens
+        pending.change(1, 1, uncached_tokens)
         return reservation
 
     async def end_prefill(self, reservation: str) -> Reservation | None:
         self._expire()
         held = self._held.get(reservation)
-        if held is not None:
-            self._pending[held.ref].tokens -= held.uncached_tokens
+        if held is not None and held.prefilling:
+            self._pending[held.ref].change(0, -1, -held.uncached_tokens)
             self._held[held.id] = msgspec.structs.replace(held, uncached_tokens=0, prefilling=False)
         return held
 
@@ -137,6 +175,9 @@ class LocalReservations:
             return False
         self._remove(reservation)
         return True
+
+    async def refresh(self) -> None:
+        return None
 
     def pending(self) -> Mapping[ReplicaRef, Pending]:
         self._expire()
@@ -158,7 +199,118 @@ class LocalReservations:
     def _remove(self, reservation: str) -> None:
         held = self._held.pop(reservation)
         pending = self._pending[held.ref]
-        pending.requests -= 1
-        pending.tokens -= held.uncached_tokens
+        pending.change(-1, -int(held.prefilling), -held.uncached_tokens)
         if not pending.requests:
             del self._pending[held.ref]
+
+
+# What work costs
+
+TYPICAL_OUTPUT_TOKENS = 256.0
+_SAMPLES = 64.0
+"""Requests a learned figure is the average of, with falling weight."""
+_LEAST_TOKENS = 512
+"""A prefill shorter than that says more about the step it waited for than about the rate."""
+_OUTLIER = 8.0
+"""A sample this many times off what is believed counts as that many times off."""
+
+
+class _Routed(msgspec.Struct, gc=False):
+    """What a request that is under way will teach."""
+
+    ref: ReplicaRef
+    at: float
+    tokens: int
+    """Uncached tokens ahead of it, and its own."""
+    decoding: int
+    first_token_at: float | None = None
+
+
+class _Figures(msgspec.Struct, gc=False):
+    """Falling sums of one replica."""
+
+    ttft_s: float = 0.0
+    tokens: float = 0.0
+    decode: float = 1.0
+    """Decode steps take this many times as long as declared."""
+
+
+class Learned:
+    """Each replica's prefill rate and decode cost, and the mean output length, from what it served. Not thread-safe.
+
+    A time to first token, over the uncached tokens that were ahead plus its own, is the time per token; the time
+    between tokens, over what the declared speed says for so many sequences, is the factor of the decode cost. Both
+    include what nobody declared: other traffic, a slower GPU, a busy host. Without samples the declared speed holds.
+    Bounds: `capacity` requests under way, oldest out first; replicas as many as were routed to lately.
+    """
+
+    def __init__(self, declared: Speed = TYPICAL_SPEED, *, capacity: int = DEFAULT_CAPACITY) -> None:
+        self._declared = declared
+        self._capacity = capacity
+        self._routed: OrderedDict[str, _Routed] = OrderedDict()
+        self._figures: dict[ReplicaRef, _Figures] = {}
+        self._speeds: dict[ReplicaRef, Speed] = {}
+        self.output_tokens = TYPICAL_OUTPUT_TOKENS
+        """Mean of what was served lately."""
+
+    def speed(self, ref: ReplicaRef) -> Speed:
+        return self._speeds.get(ref, self._declared)
+
+    def keep(self, refs: Collection[ReplicaRef]) -> None:
+        """Forget replicas that are gone."""
+        for ref in self._figures.keys() - set(refs):
+            del self._figures[ref]
+            self._speeds.pop(ref, None)
+
+    def routed(self, request: str, ref: ReplicaRef, *, tokens: int, decoding: int, now: float) -> None:
+        """tokens: uncached ones reserved on the replica, this request's included; decoding: sequences there."""
+        if len(self._routed) >= self._capacity:
+            self._routed.popitem(last=False)
+        self._routed[request] = _Routed(ref, now, tokens, decoding)
+
+    def first_token(self, request: str, now: float) -> None:
+        """Unknown requests, and repetitions, are ignored."""
+        routed = self._routed.get(request)
+        if routed is None or routed.first_token_at is not None:
+            return
+        routed.first_token_at = now
+        if routed.tokens >= _LEAST_TOKENS:
+            figures = self._figures.setdefault(routed.ref, _Figures())
+            believed = self.speed(routed.ref)
+            expected = routed.tokens / believed.prefill_tokens_per_s
+            ttft = min(max(now - routed.at, expected / _OUTLIER), expected * _OUTLIER)
+            keep = 1.0 - 1.0 / _SAMPLES
+            figures.ttft_s = figures.ttft_s * keep + ttft
+            figures.tokens = figures.tokens * keep + routed.tokens
+            self._update(routed.ref, figures)
+
+    def finished(self, request: str, now: float, output_tokens: int | None) -> None:
+        """output_tokens: None where the caller did not say. Unknown requests are ignored."""
+        routed = self._routed.pop(request, None)
+        if routed is None or output_tokens is None:
+            return
+        self.output_tokens += (output_tokens - self.output_tokens) / _SAMPLES
+        if routed.first_token_at is None or output_tokens < 2:
+            return
+        declared = self._declared
+        expected = declared.step_s + declared.sequence_step_s * max(1, routed.decoding)
+        figures = self._figures.setdefault(routed.ref, _Figures())
+        factor = (now - routed.first_token_at) / (output_tokens - 1) / expected
+        factor = min(max(factor, figures.decode / _OUTLIER), figures.decode * _OUTLIER)
+        figures.decode += (factor - figures.decode) / _SAMPLES
+        self._update(routed.ref, figures)
+
+    def _update(self, ref: ReplicaRef, figures: _Figures) -> None:
+        declared = self._declared
+        step_s = declared.step_s * figures.decode
+        rate = declared.prefill_tokens_per_s
+        if figures.tokens:
+            per_token = figures.ttft_s / figures.tokens
+            # The step's own time is counted apart, but never more than half of what was seen.
+            rate = 1.0 / max(per_token - step_s / declared.chunk_tokens, per_token / 2)
+        self._speeds[ref] = msgspec.structs.replace(
+            declared,
+            prefill_tokens_per_s=rate,
+            step_s=step_s,
+            sequence_step_s=declared.sequence_step_s * figures.decode,
+        )

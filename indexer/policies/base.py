@@ -15,6 +15,7 @@ Units: tokens are prompt tokens, times are seconds, work is counted in requests 
 
 from __future__ import annotations
 
+import heapq
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -24,11 +25,13 @@ from typing import ClassVar
 import msgspec
 
 from ...proto.api import ExplainedCandidate, Explanation
-from ...proto.hashing import NO_CHAIN, Chain
+from ...proto.hashing import Chain, none_hash
 from ...proto.index import Load, ReplicaRef, State
 
 MAX_EXPLAINED = 64
 """Candidates an explanation lists."""
+NO_CHAIN = Chain(none_hash(""), 1, ())
+"""Of a prompt whose blocks are not known."""
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -147,8 +150,19 @@ class Policy(ABC):
     def chosen(self, candidate: Candidate, request: RoutingRequest) -> None:  # noqa: B027 - most need no memory
         """Told of each decision; a policy with a memory overrides it."""
 
-    def choose(self, candidates: Sequence[Candidate], request: RoutingRequest, *, explain: bool = False) -> Decision:
-        """Pick one of `candidates` (at least one, in any order)."""
+    def choose(
+        self,
+        candidates: Sequence[Candidate],
+        request: RoutingRequest,
+        *,
+        explain: bool = False,
+        listed: int = MAX_EXPLAINED,
+        dry: bool = False,
+    ) -> Decision:
+        """Pick one of `candidates` (at least one, in any order).
+
+        listed: candidates an explanation lists, at least one. dry: try only; the policy does not remember the choice.
+        """
         costs = self.costs(candidates, request)
         allowed = self.admissible(candidates, request)
         lowest = min(costs) if allowed is None else min(compress(costs, allowed))
@@ -168,13 +182,25 @@ class Policy(ABC):
         explanation = None
         if explain:
             admitted = [True] * len(candidates) if allowed is None else allowed
-            ranked = sorted(zip(candidates, costs, admitted, strict=True), key=_best_first)
-            explanation = self._explain(ranked, request, winner, reason)
-        self.chosen(winner, request)
+            # Two at least, since the best of the others is named; those that tie with the last, since load decides.
+            limit = heapq.nsmallest(max(listed, 2), costs)[-1]
+            ranked = sorted(
+                (row for row in zip(candidates, costs, admitted, strict=True) if row[1] <= limit or row[0] is winner),
+                key=_best_first,
+            )
+            explanation = self._explain(ranked, len(candidates), listed, request, winner, reason)
+        if not dry:
+            self.chosen(winner, request)
         return Decision(candidate=winner, reason=reason, explanation=explanation)
 
     def _explain(
-        self, ranked: list[tuple[Candidate, float, bool]], request: RoutingRequest, winner: Candidate, reason: str
+        self,
+        ranked: list[tuple[Candidate, float, bool]],
+        total: int,
+        most: int,
+        request: RoutingRequest,
+        winner: Candidate,
+        reason: str,
     ) -> Explanation:
         others = (row for row in ranked if row[0] is not winner)
         alternative, _, allowed = next(others, (None, 0.0, True))
@@ -182,7 +208,7 @@ class Policy(ABC):
         if alternative is not None:
             why += f"; {alternative.ref} " + ("comes next" if allowed else "is ruled out by the policy's constraint")
         # The list is bounded, and the winner is always in it: a constraint may have ruled out many cheaper ones.
-        listed = ranked[:MAX_EXPLAINED]
+        listed = ranked[:most]
         if all(candidate is not winner for candidate, _, _ in listed):
             listed[-1] = next(row for row in ranked if row[0] is winner)
         return Explanation(
@@ -201,7 +227,7 @@ class Policy(ABC):
                 )
                 for candidate, cost, ok in listed
             ],
-            omitted=len(ranked) - len(listed),
+            omitted=total - len(listed),
         )
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from ...proto.index import ReplicaRef
 from .base import Candidate, Policy, RoutingRequest
+from .shared_prefixes import STRIDE_TOKENS, SharedPrefixes
 
 
 class Random(Policy):
@@ -204,29 +205,45 @@ def _rendezvous(session: str, ref: ReplicaRef) -> float:
 
 
 class Sticky(Policy):
-    """The longest prefix; among equals, and for new prefixes, the least uncached work pending.
+    """The longest prefix; among equals, and for what nobody holds, the least uncached work pending.
 
-    Formula: argmax reusable_tokens, then argmin reserved_tokens, then argmin pending. Unlike affinity_only a prompt
-    that shares only what *everybody* shares does not follow it: a match below `min_share` of the prompt counts as
-    none. Source: what a careful operator configures by hand; the strongest of the simple policies. Default
-    min_share 0.1.
+    Formula: argmax of reusable_tokens beyond what many conversations share (shared_prefixes.py), then argmin
+    reserved_tokens, then argmin pending. Without the exemption all conversations that begin with one system prompt
+    end on the replica that computed it first. Source: what a careful operator configures by hand; the strongest of
+    the simple policies. Defaults as priced_delay's.
     """
 
     name = "sticky"
-    formula = "argmax reusable_tokens (if >= min_share of the prompt), then argmin reserved_tokens"
+    formula = "argmax reusable_tokens beyond shared prefixes, then argmin reserved_tokens"
     decisive = "deepest"
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        min_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
+        shared_branches: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 8
+        shared_window_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 60.0
+
+    def __init__(self, parameters: msgspec.Struct, rng: random.Random) -> None:
+        super().__init__(parameters, rng)
+        assert isinstance(parameters, Sticky.Parameters)
+        self._shared = SharedPrefixes(branches=parameters.shared_branches, window_s=parameters.shared_window_s)
+        self._shared_tokens = 0
 
     def costs(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[float]:
-        assert isinstance(self.parameters, Sticky.Parameters)
-        least = self.parameters.min_share * request.prompt_tokens
+        shared = self._shared.shared_blocks(request.chain, request.now) * request.chain.block_size
+        self._shared_tokens = shared
         # One number for both criteria: a token of prefix outweighs any amount of pending work.
         most = 1.0 + max(c.reserved_tokens for c in candidates)
+        least = shared + STRIDE_TOKENS  # what is shared is known no better than that
         return [
-            (-c.reusable_tokens if c.reusable_tokens >= least else 0) + c.reserved_tokens / most for c in candidates
+            c.reserved_tokens / most - (c.reusable_tokens if c.reusable_tokens >= least or not shared else shared)
+            for c in candidates
         ]
 
     def terms(self, candidate: Candidate, request: RoutingRequest) -> dict[str, float]:
-        return {"reusable_tokens": candidate.reusable_tokens, "reserved_tokens": candidate.reserved_tokens}
+        return {
+            "reusable_tokens": candidate.reusable_tokens,
+            "shared_tokens": self._shared_tokens,
+            "reserved_tokens": candidate.reserved_tokens,
+        }
+
+    def chosen(self, candidate: Candidate, request: RoutingRequest) -> None:
+        self._shared.saw(request.chain, request.now)

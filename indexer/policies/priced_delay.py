@@ -23,14 +23,17 @@ Factor = Annotated[float, msgspec.Meta(ge=0, le=1000)]
 
 
 class PricedDelayParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    base_weight: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 3.0
+    base_weight: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 5.0
     """w of an idle fleet: what an uncached token counts, against 1 for its delay alone."""
-    max_weight: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 10.0
+    max_weight: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 50.0
     """Bound of w under load. Both weights 1: plain expected time to first token."""
     load_window_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 20.0
     """Time constant of the average load that w follows."""
     decode_factor: Factor = 1.0
     """What slowing others' decoding counts, against one's own delay."""
+    stall_factor: Factor = 0.0
+    """What it counts that sequences wait while a prefill runs. 0.1 lowers end-to-end latency by a few percent at high
+    load, and costs as much in time to first token."""
     shared_branches: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 8
     """New branches below a prefix, within `shared_window_s`, that make it a shared one."""
     shared_window_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 60.0
@@ -71,7 +74,7 @@ class PricedDelay(Policy):
         shared = self._shared_tokens = self._shared.shared_blocks(chain, request.now) * chain.block_size
         price = self._weight - 1.0
         prompt = request.prompt_tokens
-        slowdown = self._p.decode_factor * request.expected_output_tokens
+        slowdown, stall = self._p.decode_factor * request.expected_output_tokens, self._p.stall_factor
         self._deepest = max(c.reusable_tokens for c in candidates)
         costs: list[float] = []
         speed: Speed | None = None
@@ -85,14 +88,17 @@ class PricedDelay(Policy):
                 slow = speed.sequence_step_s * slowdown
                 simple = not speed.transfer_tokens_per_s
             reusable = c.reusable_tokens
-            pending = c.pending
+            pending, engine = c.reserved_requests, c.load
+            decoding = pending - c.reserved_prefills
+            if engine is not None and engine.running + engine.waiting > pending:
+                pending = engine.running + engine.waiting
             uncached = prompt - reusable
-            delay = (c.reserved_tokens + uncached) * (
-                per_token + per_step + per_sequence * (c.reserved_requests - c.reserved_prefills)
-            )
+            delay = (c.reserved_tokens + uncached) * (per_token + per_step + per_sequence * decoding)
             if reusable < shared:
                 reusable = shared
             cost = delay + price * (prompt - reusable) * per_token + slow * pending
+            if stall:
+                cost += stall * uncached * per_token * pending
             if not simple or c.tiers[0] != c.matched_blocks:
                 cost += self._moving(c, request)
             costs.append(cost)
@@ -146,6 +152,7 @@ class PricedDelay(Policy):
             "price_s": (self._weight - 1.0) * private / speed.prefill_tokens_per_s,
             "moving_s": self._moving(candidate, request),
             "slowdown_s": slowdown * candidate.pending,
+            "stall_s": self._p.stall_factor * uncached / speed.prefill_tokens_per_s * candidate.pending,
         }
 
     def chosen(self, candidate: Candidate, request: RoutingRequest) -> None:

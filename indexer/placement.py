@@ -1,0 +1,136 @@
+"""Speculative placement: blocks a request will put into a cache count from the moment it is routed.
+
+Strategy. Between routing and the engine's store event lie a queue, a prefill and the event's own way; a burst of
+equal prompts decided in that gap would spread over the whole fleet and be computed everywhere. So the router counts
+the blocks it sent itself, on top of what the index knows, until the event must have arrived: while the prefill is
+pending, and `settle_s` after it is over, at most `ttl_s` in all. Entries belong to an incarnation: what was sent to a
+cache that is gone counts for nothing.
+
+Each block carries one reference per entry that names it, so the end of an earlier request never removes what a later
+one still counts on. A request therefore names every block from the index's own depth on, also those that another
+entry already covers.
+
+Bounds: `ttl_s` per entry, `capacity` blocks in all; beyond that the oldest entry is dropped.
+
+Precision: blocks are probed by galloping, which takes an incarnation's counted blocks of one prompt to be without
+holes. A hole needs an eviction between two entries, and costs a cache miss.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from ..proto.hashing import BlockKey
+from ..proto.index import Incarnation
+
+DEFAULT_TTL_S = 120.0
+DEFAULT_SETTLE_S = 15.0
+"""Longer than any event lag worth routing by."""
+DEFAULT_CAPACITY = 4_000_000
+
+
+class _Sent(msgspec.Struct, gc=False):
+    incarnation: Incarnation
+    keys: Sequence[BlockKey]
+    start: int
+    expires_at: float
+
+
+class Placements:
+    """What this router sent and the index need not know yet. Not thread-safe; every method takes the caller's
+    clock."""
+
+    def __init__(
+        self, *, ttl_s: float = DEFAULT_TTL_S, settle_s: float = DEFAULT_SETTLE_S, capacity: int = DEFAULT_CAPACITY
+    ) -> None:
+        self._ttl_s = ttl_s
+        self._settle_s = settle_s
+        self._room = capacity
+        self._pending: OrderedDict[str, _Sent] = OrderedDict()
+        """By request, soonest expiry first."""
+        self._settling: OrderedDict[str, _Sent] = OrderedDict()
+        """The same, of those whose prefill is over."""
+        self._counted: dict[Incarnation, Counter[BlockKey]] = {}
+
+    def depth(self, incarnation: Incarnation, keys: Sequence[BlockKey], matched: int) -> int:
+        """Leading blocks of this prompt it holds or was sent: at least `matched`, which the index knows. Mutates
+        nothing, so call `expire` first."""
+        counted = self._counted.get(incarnation)
+        if counted is None or matched >= len(keys) or keys[matched] not in counted:
+            return matched
+        step, low, high = 1, matched, len(keys)
+        """`low` is counted, `high` is not or is the end."""
+        while low + step < high:
+            if keys[low + step] in counted:
+                low += step
+                step *= 2
+            else:
+                high = low + step
+        while high - low > 1:
+            middle = (low + high) // 2
+            if keys[middle] in counted:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def knows(self, incarnation: Incarnation) -> bool:
+        """Anything counts for it."""
+        return incarnation in self._counted
+
+    def sent(
+        self, request: str, incarnation: Incarnation, keys: Sequence[BlockKey], matched: int, now: float
+    ) -> None:
+        """A request was routed there. keys: all blocks of its prompt, kept until it ends; matched: what the index
+        knew it to hold."""
+        fresh = len(keys) - matched
+        if fresh <= 0:
+            return
+        while self._room < fresh and (self._settling or self._pending):
+            oldest = self._settling or self._pending
+            self._remove(oldest.popitem(last=False)[1])
+        if self._room < fresh:
+            return
+        self._room -= fresh
+        self._pending[request] = _Sent(incarnation, keys, matched, now + self._ttl_s)
+        counted = self._counted.get(incarnation)
+        if counted is None:
+            counted = self._counted[incarnation] = Counter()
+        counted.update(keys[matched:])
+
+    def computed(self, request: str, now: float) -> None:
+        """Its prefill is over: the store event is on its way. Unknown requests are ignored."""
+        sent = self._pending.pop(request, None)
+        if sent is not None:
+            sent.expires_at = now + self._settle_s
+            self._settling[request] = sent
+
+    def cancel(self, request: str) -> None:
+        """It ended before its prefill did. Unknown requests, and those past their prefill, are ignored."""
+        sent = self._pending.pop(request, None)
+        if sent is not None:
+            self._remove(sent)
+
+    def expire(self, now: float) -> None:
+        for queue in (self._settling, self._pending):
+            while queue:
+                sent = next(iter(queue.values()))
+                if sent.expires_at > now:
+                    break
+                queue.popitem(last=False)
+                self._remove(sent)
+
+    def _remove(self, sent: _Sent) -> None:
+        self._room += len(sent.keys) - sent.start
+        counted = self._counted[sent.incarnation]
+        for key in sent.keys[sent.start :]:
+            left = counted[key] - 1
+            if left:
+                counted[key] = left
+            else:
+                del counted[key]
+        if not counted:
+            del self._counted[sent.incarnation]

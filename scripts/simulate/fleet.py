@@ -1,0 +1,518 @@
+"""The discrete-event run: arrivals, routers, replicas, and what each knows when.
+
+What is real: the policies, the in-memory index that answers them, speculative placement. What is modelled: engines
+(engine.py), the way of their events to the index (a fixed lag), what routers tell each other (a fixed delay), and
+time. Nothing in a run depends on the machine or the clock: the same inputs give the same digits.
+
+Order of things at one instant: engine steps end, events and messages that are due arrive, requests arrive.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from functools import partial
+from heapq import heappop, heappush
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from ...indexer.load import Learned
+from ...indexer.memory import MemoryIndex
+from ...indexer.placement import DEFAULT_SETTLE_S, Placements
+from ...indexer.policies import DEFAULT_POLICY, Candidate, Policy, RoutingRequest, make_policy
+from ...proto.hashing import BlockKey, Namespace
+from ...proto.index import (
+    PAGE_SPAN,
+    BlockWrite,
+    Depth,
+    Incarnation,
+    PageHead,
+    ReplicaRef,
+    ReplicaSpec,
+    Tier,
+    TierMask,
+)
+from .engine import Engine, EngineConfig, Job, Keys, PrefixCache
+from .traces import Request, Trace
+
+T = TypeVar("T")
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+WINDOWS = 60
+"""Points of the series over time."""
+_HELD = TierMask(1 << Tier.GPU)
+_GONE = TierMask(0)
+_NO_DEPTH = Depth(0, (0, 0, 0))
+_REFERENCE = {"base_weight": 3.0, "max_weight": 10.0}
+"""Parameters of the default policy that define what a load is: those of the study behind docs/routing.md."""
+_OUTPUT_WINDOW = 256
+"""Requests the mean output length is taken over, with falling weight."""
+
+
+class Loss(msgspec.Struct, frozen=True):
+    """A replica's engine restarts: its cache is gone and its requests are routed again."""
+
+    at: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    """Share of the trace's span."""
+    replica: int
+
+
+class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One run."""
+
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 8
+    engine: EngineConfig = EngineConfig()
+    engines: tuple[EngineConfig, ...] = ()
+    """Per replica, where they differ; overrides the two above."""
+    policy: str = DEFAULT_POLICY
+    parameters: dict[str, float] = {}
+    stretch: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """Factor on every arrival time."""
+    routers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """Requests go to them in turn."""
+    event_lag_s: Seconds = 0.0
+    """From a change in a cache to the index knowing."""
+    exchange_s: Seconds = 0.0
+    """From a router's reservation to the other routers knowing; infinite: never."""
+    speculative: bool = True
+    learned: bool = False
+    """Policies see what routers learned of each replica's speed, not what is declared."""
+    oracle: bool = False
+    """One infinite cache shared by all replicas: the bound no policy passes."""
+    losses: tuple[Loss, ...] = ()
+    warmup: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.1
+    """Share of the requests, in order of arrival, that no figure counts."""
+    objective_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    """Time to first token that a request must meet to count as goodput."""
+    seed: int = 1
+
+    def engine_of(self, replica: int) -> EngineConfig:
+        return self.engines[replica] if self.engines else self.engine
+
+    @property
+    def size(self) -> int:
+        return len(self.engines) or self.replicas
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """Of a time, seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+class Window(msgspec.Struct, frozen=True):
+    """One slice of a run."""
+
+    at_s: float
+    ttft_mean_s: float
+    hit: float
+    pending: tuple[int, int]
+    """Fewest and most requests pending on one replica, at the last arrival in it."""
+    work_skew: float
+    """Most prefill tokens routed to one replica over the mean."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run measured, over the requests after the warm-up."""
+
+    requests: int
+    prompt_tokens: int
+    reused_tokens: int
+    hit: float
+    """Reused tokens over prompt tokens."""
+    ttft: Distribution
+    latency: Distribution
+    """From arrival to last token."""
+    goodput: float
+    """Requests per second of the trace that met the objective."""
+    met: float
+    """Share of requests that met it."""
+    work_skew: float
+    """Prefill tokens of the busiest replica over the mean."""
+    peak_pending: int
+    """Most requests pending on one replica, ever."""
+    load: float
+    """Share of time in steps with prefill, over all replicas, until the last arrival; warm-up included."""
+    evicted_blocks: int
+    predicted_tokens: int
+    """Of prompts, what routing expected to be reused."""
+    routed: tuple[int, ...]
+    """Requests per replica."""
+    windows: tuple[Window, ...]
+
+
+def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that never waits, as all of the in-memory index's do not."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    raise AssertionError("the in-memory index waited")
+
+
+_NOBODY = Job(-1, (), 1, 1, 0.0)
+
+
+class _View:
+    """What one router believes a replica has outstanding."""
+
+    __slots__ = ("prefills", "requests", "tokens")
+
+    def __init__(self) -> None:
+        self.requests = self.prefills = self.tokens = 0
+
+    def change(self, requests: int, prefills: int, tokens: int) -> None:
+        self.requests += requests
+        self.prefills += prefills
+        self.tokens += tokens
+
+
+class _Router:
+    __slots__ = ("learned", "placements", "policy", "views")
+
+    def __init__(self, policy: Policy, replicas: int, settle_s: float) -> None:
+        self.policy = policy
+        self.views = [_View() for _ in range(replicas)]
+        self.placements = Placements(settle_s=settle_s)
+        self.learned = Learned()
+
+
+class Fleet:
+    """One run, ready to go."""
+
+    def __init__(self, trace: Trace, config: FleetConfig) -> None:
+        self._trace = trace
+        self._config = config
+        self._now = 0.0
+        self._size = config.size
+        self._index = MemoryIndex(Namespace(model="simulated", block_size=trace.block_size), lambda: self._now)
+        self._version = 0
+        self._refs = [ReplicaRef(f"r{i:02}") for i in range(self._size)]
+        self._incarnations = [self._claim(ref) for ref in self._refs]
+        self._events: deque[tuple[float, Incarnation, Keys, int, int, TierMask]] = deque()
+        """Cache changes on their way to the index."""
+        self._messages: deque[tuple[float, int, int, int, int, int]] = deque()
+        """Reservation changes on their way to other routers: due, sender, replica, requests, prefills, tokens."""
+        rng = random.Random(config.seed)
+        settle_s = max(DEFAULT_SETTLE_S, 2 * config.event_lag_s)
+        self._routers = [
+            _Router(make_policy(config.policy, config.parameters, random.Random(rng.random())), self._size, settle_s)
+            for _ in range(config.routers)
+        ]
+        self._engines = [self._engine(i) for i in range(self._size)]
+        if config.oracle:
+            shared = PrefixCache(1 << 60, stored=_ignore, removed=_ignore)
+            for engine in self._engines:
+                engine.cache = shared
+        self._wakes: list[tuple[float, int]] = []
+        """Heap of times with the replica that wakes then, or the replicas' number plus that of a held request."""
+        self._mean_output = 256.0
+        count = len(trace.requests)
+        self._jobs: list[Job] = [_NOBODY] * count
+        self._predicted = array("q", bytes(8 * count))
+        self._uncached = array("q", bytes(8 * count))
+        """Per job: prompt tokens that routing took to be reusable, and not."""
+        self._over: set[tuple[str | None, int]] = set()
+        """(session, turn) that have finished."""
+        self._held: dict[tuple[str | None, int], list[int]] = {}
+        """Requests whose time has come, by the turn they wait for."""
+        self._pending = [0] * self._size
+        self._peak = 0
+        self._busy_at_last_arrival = 0.0
+        self._extremes = [(0, 0)] * count
+
+    def run(self) -> Outcome:
+        requests, stretch = self._trace.requests, self._config.stretch
+        start = requests[0].at
+        span = (requests[-1].at - start) * stretch
+        losses = deque(sorted(self._config.losses, key=lambda loss: loss.at))
+        for number, request in enumerate(requests):
+            at = (request.at - start) * stretch
+            while losses and losses[0].at * span <= at:
+                loss = losses.popleft()
+                self._advance(loss.at * span)
+                self._lose(loss.replica)
+            self._advance(at)
+            if request.after is None or (request.session, request.after) in self._over:
+                self._arrive(number, request)
+            else:
+                self._held.setdefault((request.session, request.after), []).append(number)
+        self._busy_at_last_arrival = sum(engine.prefill_s for engine in self._engines)
+        self._advance(math.inf)
+        return self._outcome(span)
+
+    # Time
+
+    def _advance(self, until: float) -> None:
+        wakes, engines = self._wakes, self._engines
+        while wakes and wakes[0][0] <= until:
+            at, replica = heappop(wakes)
+            if replica >= self._size:
+                self._now = at
+                number = replica - self._size
+                self._arrive(number, self._trace.requests[number])
+                continue
+            engine = engines[replica]
+            if engine.wake_at == at:
+                self._now = at
+                engine.wake(at)
+                if engine.wake_at != math.inf:
+                    heappush(wakes, (engine.wake_at, replica))
+        if until != math.inf:
+            self._now = until
+
+    def _deliver(self) -> None:
+        """What is due by now."""
+        now, events, messages = self._now, self._events, self._messages
+        while events and events[0][0] <= now:
+            _, incarnation, keys, start, end, tiers = events.popleft()
+            self._version += 1
+            run_now(self._index.write(incarnation, self._version, _writes(keys, start, end, tiers)))
+        while messages and messages[0][0] <= now:
+            _, sender, replica, *change = messages.popleft()
+            for number, router in enumerate(self._routers):
+                if number != sender:
+                    router.views[replica].change(*change)
+
+    # Routing
+
+    def _arrive(self, number: int, request: Request) -> None:
+        keys = request.chain.keys(request.chain.blocks)
+        job = Job(number, keys, request.prompt_tokens, request.output_tokens, self._now)
+        self._jobs[number] = job
+        job.router = number % len(self._routers)
+        self._route(job, request)
+        self._extremes[number] = min(self._pending), max(self._pending)
+
+    def _route(self, job: Job, request: Request) -> None:
+        self._deliver()
+        now, config, size = self._now, self._config, self._trace.block_size
+        router = self._routers[job.router]
+        placements, keys = router.placements, job.keys
+        placements.expire(now)
+        if config.oracle:
+            blocks = self._engines[0].cache.matched(keys)
+            depths = {incarnation: Depth(blocks, (blocks, 0, 0)) for incarnation in self._incarnations}
+        else:
+            depths = dict(run_now(self._index.match(request.chain)).depths)
+        most = (job.prompt_tokens - 1) // size
+        candidates = []
+        for i, (ref, incarnation, view) in enumerate(zip(self._refs, self._incarnations, router.views, strict=True)):
+            depth = depths.get(incarnation, _NO_DEPTH)
+            blocks = depth.blocks
+            if config.speculative:
+                blocks = placements.depth(incarnation, keys, blocks)
+            candidates.append(
+                Candidate(
+                    ref=ref,
+                    matched_blocks=depth.blocks,
+                    reusable_tokens=min(blocks, most) * size,
+                    tiers=depth.tiers,
+                    block_size=size,
+                    reserved_requests=view.requests,
+                    reserved_prefills=view.prefills,
+                    reserved_tokens=view.tokens,
+                    speed=router.learned.speed(ref) if config.learned else config.engine_of(i).speed,
+                )
+            )
+        chosen = router.policy.choose(
+            candidates,
+            RoutingRequest(
+                prompt_tokens=job.prompt_tokens,
+                now=now,
+                chain=request.chain,
+                session=request.session,
+                expected_output_tokens=self._mean_output,
+            ),
+        ).candidate
+        replica = job.replica = int(chosen.ref.replica[1:])
+        uncached = job.prompt_tokens - chosen.reusable_tokens
+        self._predicted[job.index] = chosen.reusable_tokens
+        self._uncached[job.index] = uncached
+        if config.speculative:
+            placements.sent(str(job.index), self._incarnations[replica], keys, chosen.matched_blocks, now)
+        self._tell(job, 1, 1, uncached)
+        if config.learned:
+            view = router.views[replica]
+            decoding = view.requests - view.prefills
+            router.learned.routed(str(job.index), chosen.ref, tokens=view.tokens, decoding=decoding, now=now)
+        self._pending[replica] += 1
+        self._peak = max(self._peak, self._pending[replica])
+        engine = self._engines[replica]
+        before = engine.wake_at
+        engine.submit(job, now)
+        if engine.wake_at != before:
+            heappush(self._wakes, (engine.wake_at, replica))
+
+    def _tell(self, job: Job, requests: int, prefills: int, tokens: int) -> None:
+        """A reservation changed: its own router knows at once, the others later."""
+        self._routers[job.router].views[job.replica].change(requests, prefills, tokens)
+        if len(self._routers) > 1 and self._config.exchange_s != math.inf:
+            due = self._now + self._config.exchange_s
+            self._messages.append((due, job.router, job.replica, requests, prefills, tokens))
+
+    # What engines say
+
+    def _engine(self, replica: int) -> Engine:
+        return Engine(
+            self._config.engine_of(replica),
+            self._trace.block_size,
+            stored=partial(self._changed, replica, _HELD),
+            removed=partial(self._changed, replica, _GONE),
+            first_token=self._first_token,
+            finished=self._finished,
+        )
+
+    def _changed(self, replica: int, tiers: TierMask, keys: Keys, start: int, end: int) -> None:
+        due = self._now + self._config.event_lag_s
+        self._events.append((due, self._incarnations[replica], keys, start, end, tiers))
+
+    def _first_token(self, job: Job, now: float) -> None:
+        self._tell(job, 0, -1, -self._uncached[job.index])
+        router = self._routers[job.router]
+        router.placements.computed(str(job.index), now)
+        router.learned.first_token(str(job.index), now)
+
+    def _finished(self, job: Job, now: float) -> None:
+        self._tell(job, -1, 0, 0)
+        self._routers[job.router].learned.finished(str(job.index), now, job.output_tokens)
+        self._pending[job.replica] -= 1
+        self._mean_output += (job.output_tokens - self._mean_output) / _OUTPUT_WINDOW
+        request = self._trace.requests[job.index]
+        if request.session is not None:
+            turn = request.session, request.turn
+            self._over.add(turn)
+            for number in self._held.pop(turn, ()):
+                heappush(self._wakes, (now, self._size + number))
+
+    def _lose(self, replica: int) -> None:
+        lost = self._engines[replica].crash()
+        ref = self._refs[replica]
+        for job in lost:
+            prefills = -int(math.isnan(job.first_token))
+            self._tell(job, -1, prefills, prefills * self._uncached[job.index])
+            self._routers[job.router].placements.cancel(str(job.index))
+        self._pending[replica] -= len(lost)
+        self._incarnations[replica] = self._claim(ref)
+        for job in lost:
+            again = Job(job.index, job.keys, job.prompt_tokens, job.output_tokens, job.arrived)
+            again.router = job.router
+            self._jobs[job.index] = again
+            self._route(again, self._trace.requests[job.index])
+
+    def _claim(self, ref: ReplicaRef) -> Incarnation:
+        spec = ReplicaSpec(ref=ref, engine="simulated")
+        return run_now(self._index.claim(spec, owner="simulation", lease_s=math.inf, activate=True)).incarnation
+
+    # Figures
+
+    def _outcome(self, span: float) -> Outcome:
+        config = self._config
+        first = int(len(self._jobs) * config.warmup)
+        jobs = self._jobs[first:]
+        prompt = sum(job.prompt_tokens for job in jobs)
+        reused = sum(job.cached for job in jobs)
+        ttfts = [job.first_token - job.arrived for job in jobs]
+        met = sum(t <= config.objective_s for t in ttfts)
+        measured_s = max(jobs[-1].arrived - jobs[0].arrived, 1e-9)
+        return Outcome(
+            requests=len(jobs),
+            prompt_tokens=prompt,
+            reused_tokens=reused,
+            hit=reused / prompt,
+            ttft=_distribution(ttfts),
+            latency=_distribution([job.finished - job.arrived for job in jobs]),
+            goodput=met / measured_s,
+            met=met / len(jobs),
+            work_skew=_work_skew(jobs, self._size),
+            peak_pending=self._peak,
+            load=self._busy_at_last_arrival / (self._size * max(span, 1e-9)),
+            evicted_blocks=sum({id(e.cache): e.cache.evicted for e in self._engines}.values()),
+            predicted_tokens=sum(self._predicted[first:]),
+            routed=tuple(sum(job.replica == i for job in jobs) for i in range(self._size)),
+            windows=tuple(self._windows(span)),
+        )
+
+    def _windows(self, span: float) -> list[Window]:
+        width = max(span, 1e-9) / WINDOWS
+        slices: list[list[Job]] = [[] for _ in range(WINDOWS)]
+        for job in sorted(self._jobs, key=lambda job: job.arrived):
+            slices[min(WINDOWS - 1, int(job.arrived / width))].append(job)
+        return [
+            Window(
+                at_s=(number + 0.5) * width,
+                ttft_mean_s=sum(job.first_token - job.arrived for job in jobs) / len(jobs),
+                hit=sum(job.cached for job in jobs) / sum(job.prompt_tokens for job in jobs),
+                pending=self._extremes[jobs[-1].index],
+                work_skew=_work_skew(jobs, self._size),
+            )
+            for number, jobs in enumerate(slices)
+            if jobs
+        ]
+
+
+def simulate(trace: Trace, config: FleetConfig) -> Outcome:
+    """Run a trace through a fleet. Deterministic."""
+    return Fleet(trace, config).run()
+
+
+def stretch_for(trace: Trace, config: FleetConfig, load: float, *, rounds: int = 6) -> float:
+    """The stretch at which the reference policy spends `load` of the time in steps with prefill.
+
+    The policy of `config` plays no part, so every policy meets the same arrivals, and tuning a policy does not move
+    what a load means. Exact to half a percent, or as far as `rounds` lead: conversations whose turns wait for each
+    other cannot load a fleet beyond some point.
+    """
+    reference = msgspec.structs.replace(
+        config, policy=DEFAULT_POLICY, parameters=_REFERENCE, routers=1, event_lag_s=0.0, losses=(), oracle=False
+    )
+    work = (
+        sum(request.prompt_tokens for request in trace.requests) / reference.engine_of(0).speed.prefill_tokens_per_s
+    )
+    stretch = work / (load * reference.size * max(trace.span_s, 1e-9))
+    # From an idle fleet up: an overloaded one spends all its time in prefill, whatever the load.
+    for _ in range(rounds):
+        reached = simulate(trace, msgspec.structs.replace(reference, stretch=stretch)).load
+        stretch *= reached / load
+        if abs(reached / load - 1) < 0.005:
+            break
+    return stretch
+
+
+def _ignore(keys: Keys, start: int, end: int) -> None:
+    pass
+
+
+def _writes(keys: Keys, start: int, end: int, tiers: TierMask) -> list[BlockWrite]:
+    """What a consumer would write for a span of a prompt: parents first, or children first for removals."""
+    order = range(start, end) if tiers else range(end - 1, start - 1, -1)
+    return [
+        BlockWrite(keys[i], keys[i - 1] if i else None, PageHead(keys[i - i % PAGE_SPAN]), i, tiers) for i in order
+    ]
+
+
+def _work_skew(jobs: Sequence[Job], replicas: int) -> float:
+    work = [0] * replicas
+    for job in jobs:
+        work[job.replica] += job.prompt_tokens - job.cached
+    total = sum(work)
+    return max(work) * replicas / total if total else 1.0
+
+
+def _distribution(values: list[float]) -> Distribution:
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return Distribution(
+        sum(ordered) / len(ordered), ordered[last // 2], ordered[int(last * 0.9)], ordered[int(last * 0.99)]
+    )
+
+
+__all__ = ["BlockKey", "Fleet", "FleetConfig", "Loss", "Outcome", "simulate", "stretch_for"]

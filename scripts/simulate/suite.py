@@ -1,0 +1,226 @@
+"""Many runs: every policy in every setting, in parallel, resumable, and the same digits every time.
+
+A setting is a trace, a cache size, a number of replicas and a load. Its arrivals are stretched once, so that the
+default policy spends the given share of time in prefill, and all policies meet the same ones. Results go to a
+JSON-lines file as they come; what is in it already is not run again.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from ...indexer.policies import DEFAULT_POLICY, POLICIES
+from ...proto.errors import ConfigError
+from .engine import EngineConfig
+from .fleet import FleetConfig, Outcome, simulate, stretch_for
+from .traces import Trace, load
+
+TRACES = (
+    "mooncake_conversation.jsonl.gz",
+    "mooncake_synthetic.jsonl.gz",
+    "weka_cc_le128k_251.jsonl.zst",
+    "taubench_gpt4o_airline.json.gz",
+    "lmcache_agent_miniswe.jsonl.zst",
+    "azure2023_conv.csv.gz",
+)
+CACHES = {"ample": 4_000_000, "tight": 1_200_000, "very_tight": 600_000}
+"""KV cache per replica, tokens."""
+REPLICAS = (2, 8, 32)
+LOADS = (0.5, 0.75, 0.9)
+ORACLE = "bound"
+"""The entry that is no policy: one infinite cache, least time to first token."""
+EXPECTED_TTFT = "expected_ttft"
+"""The default policy without its price: both weights 1."""
+OWN = frozenset({DEFAULT_POLICY, ORACLE, EXPECTED_TTFT})
+"""Entries that are not peers of the default policy."""
+ENTRIES = (ORACLE, *POLICIES, EXPECTED_TTFT)
+
+
+class Setting(msgspec.Struct, frozen=True, order=True):
+    """What all policies of a comparison share."""
+
+    trace: str
+    """File name."""
+    cache: str
+    replicas: int
+    load: float
+
+    def __str__(self) -> str:
+        return f"{self.trace.partition('.')[0]} {self.cache} {self.replicas} replicas {self.load:.0%}"
+
+
+class Result(msgspec.Struct, frozen=True):
+    """One policy in one setting."""
+
+    setting: Setting
+    policy: str
+    stretch: float
+    ideal: float
+    """Share of prompt tokens that an earlier request had, after the warm-up."""
+    outcome: Outcome
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """One policy over all settings it was run in with the default policy."""
+
+    policy: str
+    settings: int
+    relative: float
+    """Geometric mean of its mean TTFT over the default policy's."""
+
+
+def settings(
+    traces: Sequence[str] = TRACES,
+    caches: Sequence[str] = tuple(CACHES),
+    replicas: Sequence[int] = REPLICAS,
+    loads: Sequence[float] = LOADS,
+) -> list[Setting]:
+    return [Setting(t, c, n, load) for t in traces for n in replicas for c in caches for load in loads]
+
+
+def entry_config(entry: str, config: FleetConfig) -> FleetConfig:
+    """The run of one entry of a comparison."""
+    if entry in (ORACLE, EXPECTED_TTFT):
+        plain = {"base_weight": 1.0, "max_weight": 1.0}
+        return msgspec.structs.replace(config, policy=DEFAULT_POLICY, parameters=plain, oracle=entry == ORACLE)
+    return msgspec.structs.replace(config, policy=entry, parameters={})
+
+
+def ideal_hit(trace: Trace, warmup: float) -> float:
+    """Share of prompt tokens in blocks that an earlier request had, after the warm-up; nothing evicted, no
+    waiting."""
+    seen: set[bytes] = set()
+    first = int(len(trace.requests) * warmup)
+    reused = prompt = 0
+    for number, request in enumerate(trace.requests):
+        chain = request.chain
+        keys = chain.keys(chain.blocks)
+        held = next((i for i, key in enumerate(keys) if key not in seen), len(keys))
+        seen.update(keys[held:])
+        if number >= first:
+            reused += min(held, (request.prompt_tokens - 1) // trace.block_size) * trace.block_size
+            prompt += request.prompt_tokens
+    return reused / prompt
+
+
+def read(path: Path) -> list[Result]:
+    """Results of earlier runs; empty if there is no such file. A last line cut short is dropped. Raises
+    ConfigError."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    decode = msgspec.json.Decoder(Result).decode
+    try:
+        return [decode(line) for line in lines[:-1]]
+    except msgspec.DecodeError:
+        raise ConfigError("results", f"{path.name} holds no results of this version", "name another file") from None
+
+
+def run(
+    folder: Path,
+    results: Path,
+    wanted: Sequence[Setting],
+    entries: Sequence[str],
+    *,
+    jobs: int,
+    progress: Callable[[Result], None],
+) -> list[Result]:
+    """Run what is missing in `results`, append it there, and return all that was wanted. `jobs` processes."""
+    done = {(r.setting, r.policy): r for r in read(results)}
+    missing: dict[Setting, list[str]] = {}
+    for setting in wanted:
+        lacking = [entry for entry in entries if (setting, entry) not in done]
+        if lacking:
+            missing[setting] = lacking
+    known = {r.setting: r.stretch for r in done.values()}
+    if results.exists() and (text := results.read_bytes()) and not text.endswith(b"\n"):
+        results.write_bytes(text[: text.rfind(b"\n") + 1])
+    with results.open("ab") as file:
+        for result in _all(folder, missing, known, jobs):
+            done[result.setting, result.policy] = result
+            file.write(msgspec.json.encode(result) + b"\n")
+            file.flush()
+            progress(result)
+    return [done[setting, entry] for setting in wanted for entry in entries]
+
+
+def _all(folder: Path, missing: dict[Setting, list[str]], known: dict[Setting, float], jobs: int) -> Iterator[Result]:
+    if jobs == 1:
+        for setting, entries in missing.items():
+            stretch = known.get(setting) or _calibrate(folder, setting)
+            for entry in entries:
+                yield _one(folder, setting, entry, stretch)
+        return
+    with ProcessPoolExecutor(jobs, initializer=os.nice, initargs=(5,)) as pool:
+        calibrating = {
+            pool.submit(_calibrate, folder, setting): setting for setting in missing if setting not in known
+        }
+        running = [
+            pool.submit(_one, folder, setting, entry, known[setting])
+            for setting in missing.keys() & known.keys()
+            for entry in missing[setting]
+        ]
+        for future in as_completed(calibrating):
+            setting = calibrating[future]
+            running += [pool.submit(_one, folder, setting, entry, future.result()) for entry in missing[setting]]
+        for done in as_completed(running):
+            yield done.result()
+
+
+@cache
+def _trace(path: Path) -> Trace:
+    return load(path)
+
+
+@cache
+def _ideal(path: Path, warmup: float) -> float:
+    return ideal_hit(_trace(path), warmup)
+
+
+def _config(setting: Setting) -> FleetConfig:
+    return FleetConfig(replicas=setting.replicas, engine=EngineConfig(capacity_tokens=CACHES[setting.cache]))
+
+
+def _calibrate(folder: Path, setting: Setting) -> float:
+    return stretch_for(_trace(folder / setting.trace), _config(setting), setting.load)
+
+
+def _one(folder: Path, setting: Setting, entry: str, stretch: float) -> Result:
+    path = folder / setting.trace
+    config = msgspec.structs.replace(entry_config(entry, _config(setting)), stretch=stretch)
+    return Result(setting, entry, stretch, _ideal(path, config.warmup), simulate(_trace(path), config))
+
+
+def compare(results: Sequence[Result]) -> list[Comparison]:
+    """Policies by geometric mean over settings, best first; the bound is not among them."""
+    default = {r.setting: r.outcome.ttft.mean for r in results if r.policy == DEFAULT_POLICY}
+    logs: dict[str, list[float]] = {}
+    for result in results:
+        if result.policy != ORACLE and result.setting in default:
+            ratio = result.outcome.ttft.mean / default[result.setting]
+            logs.setdefault(result.policy, []).append(math.log(ratio))
+    found = [Comparison(name, len(v), math.exp(sum(v) / len(v))) for name, v in logs.items()]
+    return sorted(found, key=lambda c: c.relative)
+
+
+def losses(results: Sequence[Result], margin: float = 0.03) -> list[tuple[Setting, str, float]]:
+    """Settings where another policy's mean TTFT is more than `margin` below the default's: (setting, best, ratio)."""
+    by_setting: dict[Setting, dict[str, float]] = {}
+    for result in results:
+        if result.policy != ORACLE:
+            by_setting.setdefault(result.setting, {})[result.policy] = result.outcome.ttft.mean
+    found = []
+    for setting, means in by_setting.items():
+        if DEFAULT_POLICY in means:
+            best = min(means, key=means.__getitem__)
+            ratio = means[best] / means[DEFAULT_POLICY]
+            if ratio < 1 - margin:
+                found.append((setting, best, ratio))
+    return found

@@ -1,0 +1,119 @@
+"""Many runs, the report, and the command."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from metatrie.__main__ import main
+from metatrie.proto.errors import ConfigError
+from metatrie.scripts.simulate import suite
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One small trace."""
+    rows = [
+        {
+            "timestamp": i * 100,
+            "input_length": 2048,
+            "output_length": 20,
+            "hash_ids": [i % 7, 7 + i % 14, 50 + i, 999],
+        }
+        for i in range(120)
+    ]
+    (tmp_path / "mooncake_small.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+SETTINGS = suite.settings(["mooncake_small.jsonl"], ["ample", "very_tight"], [2], [0.5])
+ENTRIES = ("bound", "priced_delay", "round_robin")
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_suite_resumes_and_agrees_with_itself(folder: Path, jobs: int) -> None:
+    results = folder / "results.jsonl"
+    ran: list[str] = []
+
+    def run(entries: tuple[str, ...], path: Path = results) -> list[suite.Result]:
+        return suite.run(folder, path, SETTINGS, entries, jobs=jobs, progress=lambda r: ran.append(r.policy))
+
+    run(ENTRIES[:2])
+    assert sorted(ran) == ["bound", "bound", "priced_delay", "priced_delay"]
+    with results.open("ab") as file:
+        file.write(b'{"cut short')
+    whole = run(ENTRIES)
+    assert ran[4:] == ["round_robin", "round_robin"]
+    assert [(r.setting, r.policy) for r in whole] == [(s, e) for s in SETTINGS for e in ENTRIES]
+    assert suite.read(results) == sorted(suite.read(results), key=lambda r: whole.index(r)) or len(whole) == 6
+    assert run(ENTRIES, folder / "again.jsonl") == whole
+
+
+def test_results_of_something_else_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"r\.jsonl"):
+        suite.read(tmp_path / "r.jsonl")
+
+
+def test_comparison_and_losses_are_relative_to_the_default(folder: Path) -> None:
+    results = suite.run(folder, folder / "r", SETTINGS, ENTRIES, jobs=1, progress=lambda r: None)
+    compared = {c.policy: c for c in suite.compare(results)}
+    assert compared.keys() == {"priced_delay", "round_robin"}
+    assert compared["priced_delay"].relative == 1
+    assert compared["round_robin"].settings == 2
+    assert all(policy != "bound" and ratio < 0.97 for _, policy, ratio in suite.losses(results))
+
+
+def invoke(*argv: str) -> Any:
+    done = CliRunner().invoke(main, ["simulate", *argv])
+    assert done.exit_code == 0, done.output
+    return done
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+
+def test_the_command_runs_a_suite_into_a_report_complete_in_itself(folder: Path) -> None:
+    html = folder / "report.html"
+    done = invoke(
+        *("--suite", "--traces", str(folder), "--results", str(folder / "r.jsonl"), "--jobs", "1"),
+        *("--html", str(html), "--json", "--only", "none_such"),
+    )
+    assert json.loads(done.stdout) == []
+    done = invoke(str(folder / "mooncake_small.jsonl"), "--replicas", "2", "--html", str(html), "--json")
+    found = json.loads(done.stdout)
+    assert {r["policy"] for r in found} >= {"bound", "priced_delay", "sticky", "round_robin"}
+    assert {"hit", "ttft", "latency", "goodput", "work_skew", "evicted_blocks", "windows"} <= found[0][
+        "outcome"
+    ].keys()
+    tags = _Tags()
+    tags.feed(html.read_text())
+    assert sum(tag == "polyline" for tag, _ in tags.seen) >= 3 * len(found)
+    assert not [a for _, a in tags.seen if "src" in a or str(a.get("href", "#"))[0] != "#"]
+    assert not re.search(r"https?://", html.read_text())
+
+
+def test_the_command_prints_the_examples() -> None:
+    said = invoke("--example").output
+    for figure in ("0.7596", "3,904", "1,296", "13,800", "10,000", "45 hits", "unsalted True, salted False"):
+        assert figure in said
+
+
+def test_parameters_are_for_one_policy(folder: Path) -> None:
+    trace = str(folder / "mooncake_small.jsonl")
+    done = CliRunner().invoke(main, ["simulate", trace, "--set", "max_skew=1"])
+    assert done.exit_code == 1
+    assert "one policy" in done.output
+    found = json.loads(invoke(trace, "--policy", "hybrid", "--set", "max_skew=1", "--json").stdout)
+    assert [r["policy"] for r in found] == ["hybrid"]
