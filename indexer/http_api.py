@@ -10,8 +10,8 @@ proxy on this machine is such a peer: requests that say they were forwarded are 
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Protocol
 
@@ -21,6 +21,9 @@ from aiohttp import web
 from ..proto.api import (
     DEFAULT_LISTED,
     MAX_LISTED,
+    Decided,
+    DecisionList,
+    ExplainResponse,
     Feedback,
     FeedbackResponse,
     MatchRequest,
@@ -32,10 +35,23 @@ from ..proto.api import (
     RouteResponse,
     Status,
 )
-from ..proto.errors import Conflict, InvalidField, NotFound, Unauthorized
-from ..proto.http import JSON, Body, HttpMetrics, application, metrics_handler, reply
+from ..proto.errors import Conflict, Forbidden, InvalidField, NotFound
+from ..proto.http import (
+    JSON,
+    Body,
+    HttpMetrics,
+    PromptBody,
+    add_hot_route,
+    application,
+    encoded,
+    metrics_handler,
+    reply,
+)
+from ..proto.http_front import HotHead, RequestHead
 from .openapi import Endpoint, Parameter, document
-from .router import Caller, Router
+from .proxy import Proxy
+from .router import Router
+from .tenants import Caller
 
 
 class Registrar(Protocol):
@@ -55,14 +71,14 @@ class Registrar(Protocol):
         ...
 
 
-Authenticate = Callable[[web.Request], Caller]
+Authenticate = Callable[[RequestHead], Caller]
 """Says who is calling. Raises Unauthorized for callers it does not accept."""
 
 _ANONYMOUS = Caller()
 _LOCAL = Caller(trusted=True)
 
 
-def trust_loopback(request: web.Request) -> Caller:
+def trust_loopback(request: RequestHead) -> Caller:
     """Accepts everybody, trusts direct peers on the loopback interface."""
     peer = request.remote or ""
     if not peer.startswith(("127.", "::1", "::ffff:127.")):
@@ -72,56 +88,86 @@ def trust_loopback(request: web.Request) -> Caller:
     return _LOCAL
 
 
-class BearerAuth:
-    """Accepts callers that present a known token as `Authorization: Bearer …`.
-
-    Tokens are kept and looked up as digests, so neither memory nor timing gives them away.
-    """
-
-    def __init__(self, callers: Mapping[str, Caller]) -> None:
-        """callers: by token; tokens should have at least 128 random bits."""
-        self._callers = {hashlib.sha256(token.encode()).digest(): caller for token, caller in callers.items()}
-
-    def __call__(self, request: web.Request) -> Caller:
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        known = self._callers.get(hashlib.sha256(token.strip().encode()).digest())
-        if known is None or scheme.lower() != "bearer":
-            raise Unauthorized(
-                "no or unknown credentials", remedy="send Authorization: Bearer with a configured token"
-            )
-        return known
-
-
 def make_app(
-    router: Router, *, registrar: Registrar | None = None, authenticate: Authenticate = trust_loopback
+    router: Router,
+    *,
+    registrar: Registrar | None = None,
+    authenticate: Authenticate = trust_loopback,
+    proxy: Proxy | None = None,
 ) -> web.Application:
-    """The API over a started router. registrar None: replicas are registered by their sidecars, not over HTTP."""
+    """The API over a started router. registrar None: replicas are registered by their sidecars, not over HTTP.
+    proxy: a started one, for the OpenAI endpoints; None: there are none."""
     app = application(
         HttpMetrics(router.registry, "router"),
         max_body_bytes=router.config.max_body_bytes,
         max_in_flight=router.config.max_in_flight,
     )
-    for endpoint in endpoints(router, registrar=registrar, authenticate=authenticate):
+    for endpoint in endpoints(router, registrar=registrar, authenticate=authenticate, proxy=proxy):
         app.router.add_route(endpoint.method, endpoint.path, endpoint.handler)
+        if endpoint.hot is not None:
+            add_hot_route(app, endpoint.path, endpoint.hot)
     return app
 
 
-def endpoints(router: Router, *, registrar: Registrar | None, authenticate: Authenticate) -> list[Endpoint]:
+def endpoints(
+    router: Router, *, registrar: Registrar | None, authenticate: Authenticate, proxy: Proxy | None = None
+) -> list[Endpoint]:
     """Everything the router serves."""
-    match_body, route_body = Body(MatchRequest), Body(RouteRequest)
+    match_body, route_body = PromptBody(MatchRequest), PromptBody(RouteRequest)
     register_body, feedback_body = Body(RegisterReplica), Body(Feedback)
 
-    async def match(request: web.Request) -> web.Response:
+    def admitted(request: RequestHead) -> Caller:
+        """A caller whose limits allow another request."""
         caller = authenticate(request)
+        if caller.quota is not None:
+            caller.quota.take()
+        return caller
+
+    def operator(request: RequestHead) -> None:
+        """Refuses tenants: what all of them share, and do there, is not theirs to see or change."""
+        caller = authenticate(request)
+        if caller.tenant is not None and not caller.trusted:
+            raise Forbidden(
+                "only a trusted caller may see or change replicas",
+                remedy="authenticate as a caller configured as trusted",
+            )
+
+    async def match(request: web.Request) -> web.Response:
+        caller = admitted(request)
         return reply(request, await router.match(await match_body.read(request), caller))
 
+    async def hot_match(head: HotHead, body: bytes) -> tuple[str, bytes]:
+        caller = admitted(head)
+        return encoded(head, await router.match(match_body.decode(head, body), caller))
+
+    async def hot_route(head: HotHead, body: bytes) -> tuple[str, bytes]:
+        caller = admitted(head)
+        return encoded(head, await router.route(route_body.decode(head, body), caller))
+
     async def route(request: web.Request) -> web.Response:
-        caller = authenticate(request)
+        caller = admitted(request)
         return reply(request, await router.route(await route_body.read(request), caller))
 
+    async def explain(request: web.Request) -> web.Response:
+        caller = authenticate(request)
+        return reply(request, await router.explain(await route_body.read(request), caller))
+
+    async def decisions(request: web.Request) -> web.Response:
+        caller = authenticate(request)
+        query = request.query
+        limit = _integer(request, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
+        return reply(
+            request, router.decided(caller, limit=limit, model=query.get("model"), replica=query.get("replica"))
+        )
+
+    async def decision(request: web.Request) -> web.Response:
+        caller = authenticate(request)
+        found = router.decision(caller, request.match_info["id"])
+        return reply(request, found)
+
     async def feedback(request: web.Request) -> web.Response:
-        authenticate(request)
-        return reply(request, await router.feedback(await feedback_body.read(request)))
+        caller = authenticate(request)
+        return reply(request, await router.feedback(await feedback_body.read(request), caller))
 
     async def free(request: web.Request) -> web.Response:
         authenticate(request)
@@ -129,12 +175,12 @@ def endpoints(router: Router, *, registrar: Registrar | None, authenticate: Auth
         return web.Response(status=204)
 
     async def list_replicas(request: web.Request) -> web.Response:
-        authenticate(request)
+        operator(request)
         limit = _integer(request, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
         return reply(request, await router.replicas(model=request.query.get("model"), limit=limit))
 
     async def register(request: web.Request) -> web.Response:
-        authenticate(request)
+        operator(request)
         if registrar is None:
             raise _sidecars_register()
         info = await registrar.register(await register_body.read(request))
@@ -142,7 +188,7 @@ def endpoints(router: Router, *, registrar: Registrar | None, authenticate: Auth
         return reply(request, info, status=201)
 
     async def unregister(request: web.Request) -> web.Response:
-        authenticate(request)
+        operator(request)
         if registrar is None:
             raise _sidecars_register()
         rank = _integer(request, "dp_rank", 0, 65535)
@@ -177,12 +223,34 @@ def endpoints(router: Router, *, registrar: Registrar | None, authenticate: Auth
     model = Parameter(name="model", text="Only of this model")
     table = [
         Endpoint(
-            method="POST", path="/v1/match", handler=match, request=MatchRequest, response=MatchResponse,
+            method="POST", path="/v1/match", handler=match, hot=hot_match,
+            request=MatchRequest, response=MatchResponse,
             text="How many leading blocks of a prompt each replica holds", problems=lookup,
         ),
         Endpoint(
-            method="POST", path="/v1/route", handler=route, request=RouteRequest, response=RouteResponse,
+            method="POST", path="/v1/route", handler=route, hot=hot_route,
+            request=RouteRequest, response=RouteResponse,
             text="Which replica should serve a prompt; reserves its share of load", problems=lookup,
+        ),
+        Endpoint(
+            method="POST", path="/v1/explain", handler=explain, request=RouteRequest, response=ExplainResponse,
+            text="What route would decide now, and why; reserves nothing, for trusted callers", problems=lookup,
+        ),
+        Endpoint(
+            method="GET", path="/v1/decisions", handler=decisions, response=DecisionList,
+            text="Recent decisions, newest first, for trusted callers",
+            problems={400: invalid[400], 403: "The caller is not trusted"},
+            parameters=[
+                model,
+                Parameter(name="replica", text="Only those that chose it: NAME or NAME/RANK"),
+                Parameter(name="limit", kind=int, text=f"Most to list, 1 to {MAX_LISTED}, else {DEFAULT_LISTED}"),
+            ],
+        ),
+        Endpoint(
+            method="GET", path="/v1/decisions/{id}", handler=decision, response=Decided,
+            text="One decision, for trusted callers",
+            problems={403: "The caller is not trusted", 404: "No such decision is kept"},
+            parameters=[Parameter(name="id", path=True, text="The `decision` of a route answer")],
         ),
         Endpoint(
             method="POST", path="/v1/feedback", handler=feedback, request=Feedback, response=FeedbackResponse,
@@ -216,6 +284,7 @@ def endpoints(router: Router, *, registrar: Registrar | None, authenticate: Auth
                 Parameter(name="dp_rank", kind=int, text="Only this data-parallel rank"),
             ],
         ),
+        *(() if proxy is None else _openai(proxy, authenticate)),
         Endpoint(method="GET", path="/healthz", handler=alive, response=Status, text="The process is alive"),
         Endpoint(
             method="GET", path="/readyz", handler=ready, response=Status, text="The index store can be used",
@@ -231,6 +300,37 @@ def endpoints(router: Router, *, registrar: Registrar | None, authenticate: Auth
     described = msgspec.json.encode(document(table, title="metatrie router", version=version("metatrie")))
     listing = "metatrie router\n\n" + "".join(f"{e.method:6} {e.path:24} {e.text}\n" for e in table)
     return table
+
+
+def _openai(proxy: Proxy, authenticate: Authenticate) -> list[Endpoint]:
+    """OpenAI's API, whose bodies are the engines' own."""
+    problems = {
+        401: "No or unknown credentials",
+        403: "A field only trusted callers may send",
+        404: "No such model",
+        429: "Every replica is saturated, or the tenant's limit is reached; see Retry-After",
+        502: "No engine answered",
+        503: "No replica is healthy; see Retry-After",
+    }
+    named = Parameter(name="model", path=True, text="Its name")
+    return [
+        Endpoint(
+            method="POST", path="/v1/chat/completions", handler=partial(proxy.completions, authenticate=authenticate),
+            response=JSON, text="OpenAI chat completion by the replica that suits it best", problems=problems,
+        ),
+        Endpoint(
+            method="POST", path="/v1/completions", handler=partial(proxy.completions, authenticate=authenticate),
+            response=JSON, text="The same for a text completion", problems=problems,
+        ),
+        Endpoint(
+            method="GET", path="/v1/models", handler=partial(proxy.models, authenticate=authenticate),
+            response=JSON, text="Models, adapters and aliases that can be named",
+        ),
+        Endpoint(
+            method="GET", path="/v1/models/{model}", handler=partial(proxy.models, authenticate=authenticate),
+            response=JSON, text="One of them", parameters=[named], problems={404: problems[404]},
+        ),
+    ]  # fmt: skip
 
 
 def _sidecars_register() -> Conflict:

@@ -12,6 +12,7 @@ page's first and last probed block holds those between), across pages they AND.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from ..proto.errors import Superseded
 from ..proto.hashing import BlockKey, Chain, Namespace, NamespaceId
 from ..proto.index import (
     PAGE_SPAN,
+    THROUGH,
     BlockWrite,
     Claim,
     Depth,
@@ -65,6 +67,8 @@ class _Holder:
     """Newest version seen in pages it has emptied; at most _MAX_EMPTIED."""
     fastest: int = 0
     """As in its pages, over all of them, ever."""
+    sparse: bool = False
+    """Some block of it was THROUGH, ever."""
 
 
 @dataclass(slots=True)
@@ -114,7 +118,7 @@ class MemoryIndex:
         now = self._clock()
         record = self._records.get(spec.ref)
         if record and record.owner != owner and record.tombstoned is None and now < record.expires:
-            raise Superseded(f"{spec.ref} is leased by another owner")
+            raise Superseded(f"{spec.ref} is leased by another owner", retry_s=record.expires - now)
         self._last_incarnation += 1
         incarnation = Incarnation(self._last_incarnation)
         previous = record.pointer if record else None
@@ -128,6 +132,14 @@ class MemoryIndex:
         )
         self._snapshot = None
         return Claim(incarnation, previous)
+
+    async def witness(self) -> bytes:
+        return b""  # a process forgets everything or nothing
+
+    @property
+    def announced(self) -> bool:
+        """A replica was claimed here."""
+        return self._last_incarnation > 0
 
     async def activate(self, ref: ReplicaRef, *, owner: str, incarnation: Incarnation) -> None:
         record = self._owned(ref, owner)
@@ -187,12 +199,24 @@ class MemoryIndex:
 
     async def write(self, incarnation: Incarnation, version: int, blocks: Sequence[BlockWrite]) -> None:
         holder = self._holder(incarnation)
+        pages, masks, bit = holder.pages, self._masks, holder.bit
+        vacating: set[PageHead] = set()
         for block in blocks:
-            page = self._page(holder, block.head)
-            if version >= page.version:
-                page.version = version
-                self._set(holder, page, block.key, block.tiers)
-        self._forget_empty(holder, {block.head for block in blocks})
+            head, key, tiers = block.head, block.key, block.tiers
+            page = pages.get(head) or self._page(holder, head)
+            if version < page.version:
+                vacating.add(head)
+                continue
+            page.version = version
+            if tiers and tiers in _ONE_TIER:  # as `_set` would, for what nearly every block of a fleet is
+                page.blocks[key] = tiers
+                page.fastest |= tiers
+                holder.fastest |= tiers
+                masks[key] = masks.get(key, 0) | bit
+            else:
+                self._set(holder, page, key, tiers)
+                vacating.add(head)
+        self._forget_empty(holder, vacating)
 
     async def refresh(self, incarnation: Incarnation, version: int, blocks: Sequence[BlockWrite]) -> int:
         holder = self._holder(incarnation)
@@ -240,6 +264,8 @@ class MemoryIndex:
             fastest = tiers & -tiers
             page.fastest |= fastest
             holder.fastest |= fastest
+            if tiers & THROUGH:
+                holder.sparse = True
             self._masks[key] = self._masks.get(key, 0) | holder.bit
         elif page.blocks.pop(key, None) is not None:
             mask = self._masks[key] & ~holder.bit
@@ -288,7 +314,9 @@ class MemoryIndex:
         for mask, blocks in ended:
             if blocks:
                 for holder in self._of(mask):
-                    depths[holder.incarnation] = Depth(blocks, _tiers(holder, keys, blocks))
+                    usable = _usable(holder, keys, blocks) if holder.sparse else blocks
+                    if usable:
+                        depths[holder.incarnation] = Depth(usable, _tiers(holder, keys, usable))
         return Match(snapshot.fleet, depths)
 
     def _of(self, mask: int) -> Iterator[_Holder]:
@@ -300,10 +328,12 @@ class MemoryIndex:
             yield holder
             mask ^= low
 
-    async def held(self, incarnation: Incarnation) -> dict[BlockKey, TierMask]:
+    async def held(self, incarnation: Incarnation, *, pages: int | None = None) -> dict[BlockKey, TierMask]:
         holder = self._holders.get(incarnation)
-        pages = holder.pages.values() if holder else ()
-        return {key: tiers for page in pages for key, tiers in page.blocks.items()}
+        found = list(holder.pages.values()) if holder else []
+        if pages is not None and pages < len(found):
+            found = random.sample(found, pages)
+        return {key: tiers for page in found for key, tiers in page.blocks.items()}
 
     # Sweeping
 
@@ -338,6 +368,16 @@ class MemoryIndex:
         return SweepReport(cleaned, reclaimed, len(dead) - reclaimed, tuple(expired))
 
 
+def _usable(holder: _Holder, keys: Sequence[BlockKey], blocks: int) -> int:
+    """The most of the first `blocks` blocks, all held, with which a prompt may end."""
+    while blocks:
+        page = holder.pages[PageHead(keys[(blocks - 1) // PAGE_SPAN * PAGE_SPAN])].blocks
+        if not page[keys[blocks - 1]] & THROUGH:
+            break
+        blocks -= 1
+    return blocks
+
+
 def _tiers(holder: _Holder, keys: Sequence[BlockKey], blocks: int) -> tuple[int, int, int]:
     """How many of the first `blocks` blocks have their fastest copy in which tier."""
     counts = [0, 0, 0]
@@ -351,7 +391,7 @@ def _tiers(holder: _Holder, keys: Sequence[BlockKey], blocks: int) -> tuple[int,
                 counts[_FASTEST[page.fastest]] += stop - start
             else:
                 for key in keys[start:stop]:
-                    counts[_FASTEST[page.blocks[key]]] += 1
+                    counts[_FASTEST[page.blocks[key] & ~THROUGH]] += 1
     return counts[0], counts[1], counts[2]
 
 
@@ -366,7 +406,7 @@ class MemoryStore:
         return self._indexes.setdefault(namespace.id, MemoryIndex(namespace, self._clock))
 
     async def namespaces(self) -> Sequence[Namespace]:
-        return [index.namespace for index in self._indexes.values()]
+        return [index.namespace for index in self._indexes.values() if index.announced]
 
     async def ping(self) -> None:
         return None

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ..proto.api import Problem
-from ..proto.http import JSON, MSGPACK, PROBLEM_JSON, Handler
+from ..proto.http import JSON, MSGPACK, PROBLEM_JSON, Handler, HotHandler
 
 _SCHEMA = "#/components/schemas/{name}"
 
@@ -33,6 +33,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     """Path template; each `{name}` in it has a Parameter with `path`."""
     handler: Handler
+    hot: HotHandler | None = None
+    """The same for plain requests, without aiohttp."""
     text: str
     """What it does, in one line."""
     request: type | None = None

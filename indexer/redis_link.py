@@ -1,8 +1,9 @@
 """The wire to Redis: bounded pipelines of plain commands and scripts, and what each failure means.
 
-A single server (or a Sentinel-managed one) gets one pipeline per call; a cluster gets the same commands one by one,
-concurrently, since its client refuses scripts in pipelines. Every script touches exactly the one key it is given, so
-both are the same thing to the caller. Nothing is retried, but for a script the server does not know yet.
+A call is one pipeline, or in a cluster one per node, since every command touches exactly the one key it is given.
+What the data path sends goes over wires of our own (redis_wire.py), two per server, so that queries do not wait
+behind writes. Everything else, and in a cluster whatever a node redirects or cannot serve, goes through redis-py,
+which knows about topologies. Nothing is retried, but for that and for a script the server does not know yet.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from hashlib import sha1
 from importlib.resources import files
+from itertools import count
 from typing import Any, NamedTuple, NoReturn
 
 from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import AbstractConnection
+from redis.crc import key_slot
 from redis.exceptions import (
     AskError,
     AuthenticationError,
@@ -32,12 +37,18 @@ from redis.exceptions import (
 )
 
 from ..proto.errors import StoreRefused, StoreUnavailable
+from .redis_wire import ReplyError, Wire
 
 MAX_PIPELINE = 128
 """Commands on the wire before their replies are read; a longer call takes several rounds."""
 MAX_CONNECTIONS = 32
-"""Connections per process and server; callers beyond it queue."""
+"""Connections per process and server, besides the wires; callers beyond it queue."""
+MAX_CALLS = 256
+"""Calls in flight on the wires; callers beyond it queue."""
 
+_FAILURES = (RedisError, RedisClusterException, OSError, TimeoutError, RuntimeError, AttributeError)
+"""What a call through redis-py may raise when the store does not serve. It is not ready for a connection that closes
+under its hands: uvloop's RuntimeError, and its own AttributeError, then come out of it. See `_fail`."""
 _PASSING = (AskError, ClusterDownError, ReadOnlyError, TryAgainError)
 _PASSING_CODES = ("READONLY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "NOREPLICAS", "BUSY", "LOADING", "UNBLOCKED")
 """A server that is failing over, starting or busy."""
@@ -58,6 +69,19 @@ def script(name: str, *, after: str = "") -> Script:
     return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
+_READS = frozenset({"HGET", "HMGET"})
+_WIRED = _READS | {"SADD", "SREM", "PEXPIRE", "SCARD", "SRANDMEMBER"}
+"""Commands whose replies mean the same raw as through redis-py."""
+_REDIRECTS = frozenset({"MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN", "READONLY", "LOADING", "MASTERDOWN"})
+"""What a cluster node says when another has to be asked, or later."""
+_TYPED = {
+    "NOPERM": NoPermissionError,
+    "NOAUTH": AuthenticationError,
+    "WRONGPASS": AuthenticationError,
+    "NOSCRIPT": NoScriptError,
+}
+"""Reply codes whose meaning is decided by type."""
+
 Command = tuple[str | Script | bytes | int, ...]
 """A command name or script, its key, its arguments."""
 
@@ -71,13 +95,23 @@ class RedisLink:
         """client: returns raw bytes and retries nothing. closers: run after it on close, in order."""
         self._client = client
         self._closers = tuple(closers)
+        self._closed = False
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._calls = asyncio.Semaphore(MAX_CALLS)
+        self._wires: dict[tuple[str, bool], Wire] = {}
+        """By server and whether it is for reads."""
+        self._first_slots: dict[str, int] = {}
+        """Per primary of a cluster, the lowest slot it was seen to own."""
 
     async def run(self, commands: Sequence[Command], *, first: Sequence[Command] = ()) -> list[Any]:
         """Replies to `commands`, in order. `first`: executed before any of them, replies dropped.
 
         Raises StoreUnavailable or StoreRefused for the first command that failed; others may have been executed.
         """
+        if self._closed:
+            raise StoreUnavailable("the store was closed")
+        if all(isinstance(command[0], Script) or command[0] in _WIRED for command in commands):
+            return await self._wired(commands, first)
         # On a cluster commands overtake each other, so what comes first is waited for.
         groups = [first, commands] if isinstance(self._client, RedisCluster) else [[*first, *commands]]
         replies: list[Any] = []
@@ -90,28 +124,163 @@ class RedisLink:
                     replies += await self._pipelined(self._client, some)
         return replies[len(first) :]
 
-    async def eviction_policies(self) -> list[str]:
-        """maxmemory-policy of every primary that tells; managed services often forbid CONFIG."""
+    async def settings(self, pattern: str) -> dict[str, dict[str, str]]:
+        """Settings of every primary that tells, by address (a single server's is ``). Managed services often forbid
+        CONFIG; then nothing."""
         try:
             if not isinstance(self._client, RedisCluster):
-                (setting,) = await self.run([("CONFIG GET", "maxmemory-policy")])
-                return list(setting.values())
+                (found,) = await self.run([("CONFIG GET", pattern)])
+                return {"": found}
             try:
-                primaries = self._client.get_primaries()
-                settings = [
-                    await self._client.execute_command("CONFIG GET", "maxmemory-policy", target_nodes=node)
-                    for node in primaries
-                ]
-            except (RedisError, RedisClusterException, OSError) as error:
+                await self._client.initialize()
+                return {
+                    node.name: await self._client.execute_command("CONFIG GET", pattern, target_nodes=node)
+                    for node in self._client.get_primaries()
+                }
+            except _FAILURES as error:
                 _fail(error)
-            return [policy for setting in settings for policy in setting.values()]
         except StoreRefused:
-            return []
+            return {}
+
+    async def server_infos(self, section: str) -> dict[str, dict[str, Any]]:
+        """One section of INFO from every primary, by address (a single server's is ``); empty if we may not ask."""
+        try:
+            if not isinstance(self._client, RedisCluster):
+                (info,) = await self.run([("INFO", section)])
+                return {"": info}
+            try:
+                await self._client.initialize()
+                return {
+                    node.name: await self._client.execute_command("INFO", section, target_nodes=node)
+                    for node in self._client.get_primaries()
+                }
+            except _FAILURES as error:
+                _fail(error)
+        except StoreRefused:
+            return {}
+
+    async def shard_tags(self) -> list[bytes]:
+        """One hash tag per primary that leads to it, in no particular order."""
+        if not isinstance(self._client, RedisCluster):
+            return [b"0"]
+        try:
+            await self._client.initialize()
+        except _FAILURES as error:
+            _fail(error)
+        slots, known = self._client.nodes_manager.slots_cache, self._first_slots
+        primaries = {node.name for node in self._client.get_primaries()}
+        if known.keys() != primaries or any(slots[slot][0].name != name for name, slot in known.items()):
+            known = {}
+            for slot in sorted(slots):
+                known.setdefault(slots[slot][0].name, slot)
+            self._first_slots = known
+        return [_tag_of(slot) for slot in known.values()]
 
     async def close(self) -> None:
+        self._closed = True
+        self._drop_wires()
         await self._client.aclose()
         for closer in self._closers:
             await closer()
+
+    def _drop_wires(self) -> None:
+        for wire in self._wires.values():
+            wire.drop()
+        self._wires.clear()
+
+    async def _wired(self, commands: Sequence[Command], first: Sequence[Command]) -> list[Any]:
+        reads = bool(commands) and commands[-1][0] in _READS
+        try:
+            if not isinstance(self._client, RedisCluster):
+                pool = self._client.connection_pool
+                wire = self._wire("", reads, pool.make_connection)
+                replies: list[Any] = []
+                everything = [*first, *commands] if first else commands
+                for at in range(0, len(everything), MAX_PIPELINE):
+                    replies += await self._sent(wire, everything[at : at + MAX_PIPELINE])
+                for reply in replies:
+                    if isinstance(reply, ReplyError):
+                        _fail(_typed(reply))
+                return replies[len(first) :] if first else replies
+            await self._by_node(self._client, first, reads)
+            return await self._by_node(self._client, commands, reads)
+        except _FAILURES as error:
+            _fail(error)
+        except StoreUnavailable as error:
+            if "READONLY" in str(error):
+                # A demoted primary: the name may lead elsewhere by now.
+                self._drop_wires()
+            raise
+
+    def _wire(self, server: str, reads: bool, make: Callable[[], AbstractConnection]) -> Wire:
+        wire = self._wires.get((server, reads))
+        if wire is None:
+            wire = self._wires[server, reads] = Wire(make)
+        return wire
+
+    async def _sent(self, wire: Wire, commands: Sequence[Command]) -> list[Any]:
+        """Replies, where scripts the server did not know were sent once more with their text."""
+        async with self._calls:
+            replies = await wire.run([_by_digest(c) for c in commands])
+            unknown = [
+                i for i, r in enumerate(replies) if isinstance(r, ReplyError) and str(r).startswith("NOSCRIPT")
+            ]
+            if unknown:
+                again = await wire.run([_by_text(commands[i]) for i in unknown])
+                for i, reply in zip(unknown, again, strict=True):
+                    replies[i] = reply
+        return replies
+
+    async def _by_node(self, client: RedisCluster, commands: Sequence[Command], reads: bool) -> list[Any]:
+        """Replies of a cluster, in order: every node is asked once, at the same time, and redis-py does what a node
+        would not (a slot that moved, or is moving) or could not do."""
+        if not commands:
+            return []
+        await client.initialize()
+        slots = client.nodes_manager.slots_cache
+        groups: dict[str, list[int]] = {}
+        nodes: dict[str, ClusterNode] = {}
+        strays: list[int] = []
+        for i, command in enumerate(commands):
+            owners = slots.get(key_slot(_bytes(command[1])))
+            if owners:
+                nodes[owners[0].name] = owners[0]
+                groups.setdefault(owners[0].name, []).append(i)
+            else:
+                strays.append(i)
+        replies: list[Any] = [None] * len(commands)
+
+        async def ask(node: ClusterNode, indices: list[int]) -> None:
+            wire = self._wire(node.name, reads, lambda: node.connection_class(**node.connection_kwargs))
+            for at in range(0, len(indices), MAX_PIPELINE):
+                some = indices[at : at + MAX_PIPELINE]
+                try:
+                    got = await self._sent(wire, [commands[i] for i in some])
+                except (RedisError, OSError, TimeoutError):
+                    strays.extend(indices[at:])
+                    return
+                for i, reply in zip(some, got, strict=True):
+                    if isinstance(reply, ReplyError) and str(reply).split(" ", 1)[0] in _REDIRECTS:
+                        strays.append(i)
+                    else:
+                        replies[i] = reply
+
+        if len(groups) == 1:
+            ((name, indices),) = groups.items()
+            await ask(nodes[name], indices)
+        else:
+            await asyncio.gather(*(ask(nodes[name], indices) for name, indices in groups.items()))
+        for at in range(0, len(strays), MAX_PIPELINE):
+            some = strays[at : at + MAX_PIPELINE]
+            for i, reply in zip(some, await self._scattered(client, [commands[i] for i in some]), strict=True):
+                replies[i] = reply
+        for name, reads_only in list(self._wires):
+            if name not in nodes and client.get_node(node_name=name) is None:
+                self._wires.pop((name, reads_only)).drop()
+        for reply in replies:
+            if isinstance(reply, ReplyError):
+                _fail(_typed(reply))
+        return replies
 
     async def _pipelined(self, client: Redis, commands: Sequence[Command]) -> list[Any]:
         async with self._slots:
@@ -125,7 +294,7 @@ class RedisLink:
                 for reply in replies:
                     if isinstance(reply, RedisError):
                         raise reply
-            except (RedisError, OSError, TimeoutError) as error:
+            except _FAILURES as error:
                 if isinstance(error, ReadOnlyError) or "-READONLY " in str(error):
                     # A demoted primary: what is idle must not be used again, the name may lead elsewhere by now.
                     await client.connection_pool.disconnect(inuse_connections=False)
@@ -146,8 +315,14 @@ class RedisLink:
                     return await client.execute_command(*_by_digest(command))
                 except NoScriptError:
                     return await client.execute_command(*_by_text(command))
-            except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
+            except _FAILURES as error:
                 _fail(error)
+
+
+@cache
+def _tag_of(slot: int) -> bytes:
+    """The shortest number that hashes to this cluster slot."""
+    return next(tag for tag in (b"%d" % i for i in count()) if key_slot(tag) == slot)
 
 
 async def _execute(client: Redis, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -156,6 +331,17 @@ async def _execute(client: Redis, commands: Sequence[tuple[Any, ...]]) -> list[A
         pipeline.execute_command(*command)
     replies: list[Any] = await pipeline.execute(raise_on_error=False)
     return replies
+
+
+def _typed(reply: Exception) -> ResponseError | RedisError:
+    """An error reply as redis-py would raise it, as far as `_fail` cares."""
+    text = str(reply)
+    return _TYPED.get(text.split(" ", 1)[0], ResponseError)(text)
+
+
+def _bytes(key: str | Script | bytes | int) -> bytes:
+    assert isinstance(key, bytes)
+    return key
 
 
 def _by_digest(command: Command) -> tuple[Any, ...]:
@@ -168,12 +354,24 @@ def _by_text(command: Command) -> tuple[Any, ...]:
     return ("EVAL", name.text, 1, *command[1:]) if isinstance(name, Script) else command
 
 
+def _came_out_of_client(error: Exception) -> bool:
+    """It was raised in redis-py, or in what that called."""
+    trace = error.__traceback__
+    while trace is not None:
+        if str(trace.tb_frame.f_globals.get("__name__", "")).startswith("redis."):
+            return True
+        trace = trace.tb_next
+    return False
+
+
 def _fail(error: Exception) -> NoReturn:
     """Raise what this failure means to the caller. No text of ours repeats a command's arguments or credentials."""
     if isinstance(error.__cause__, RedisError):
         # What a connection attempt failed of.
         error = error.__cause__
     text = str(error)
+    if isinstance(error, (RuntimeError, AttributeError)) and not _came_out_of_client(error):
+        raise error  # a defect of ours
     if isinstance(error, (AuthenticationError, AuthorizationError)):
         raise StoreRefused("Redis refused our credentials; check user and password in the store URL") from None
     if isinstance(error, NoPermissionError):

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from ..proto.hashing import KEY_BYTES, BlockKey, Chain
 from ..proto.index import PAGE_SPAN, BlockWrite, Depth, Incarnation, PageHead, TierMask
+from ..proto.native import kernel
 from .redis_link import Command, RedisLink, script
 
 PAGE_LIMIT = 512
@@ -49,8 +50,11 @@ _MAX_HEADS = 512
 _READ_PAGES = 64
 """Whole pages read at a time by audits and refreshes."""
 _FIRST_CHUNK = 2 * PAGE_SPAN
-_MAX_CHUNK = 16 * PAGE_SPAN
-"""Blocks hashed and looked up per round trip: doubling from first to most."""
+_MAX_CHUNK = 64 * PAGE_SPAN
+"""Blocks hashed and looked up per round trip: doubling from first to most. Where the kernel hashes, the first is as
+long as queries matched of late: a round trip costs more than hashing ahead for nothing now and then."""
+_RECENT = 8
+"""Queries that count as recent."""
 _MAX_WRITERS = 4096
 """Incarnations written by this process; beyond it the oldest is forgotten, and refreshed from what its pages show."""
 _MAX_TABLES = 4096
@@ -88,29 +92,31 @@ class _Table(NamedTuple):
 
     masks: dict[Incarnation, int]
     """Bits of all its tiers."""
-    tiers: dict[Incarnation, tuple[int, int, int]]
-    """Per tier its bit, 0 if it has no slot."""
+    tiers: dict[Incarnation, tuple[int, int, int, int]]
+    """Per tier its bit, and that of THROUGH; 0 if it has no slot."""
     single: dict[Incarnation, int]
-    """The only tier, for incarnations with one slot."""
+    """The only tier, for incarnations with one."""
+    sparse: frozenset[Incarnation]
+    """Incarnations with a slot for THROUGH."""
 
 
-_NO_TABLE = _Table({}, {}, {})
+_NO_TABLE = _Table({}, {}, {}, frozenset())
 
 
 def _decode_table(raw: bytes) -> _Table:
-    tiers: dict[Incarnation, tuple[int, int, int]] = {}
+    tiers: dict[Incarnation, tuple[int, int, int, int]] = {}
     bit = 1
     for (holder,) in struct.iter_unpack("<I", raw):
         incarnation, tier = Incarnation(holder >> 2), holder & 3
-        bits = list(tiers.get(incarnation, (0, 0, 0)))
+        bits = list(tiers.get(incarnation, (0, 0, 0, 0)))
         bits[tier] |= bit
-        tiers[incarnation] = (bits[0], bits[1], bits[2])
+        tiers[incarnation] = (bits[0], bits[1], bits[2], bits[3])
         bit <<= 1
-    masks = {incarnation: gpu | cpu | storage for incarnation, (gpu, cpu, storage) in tiers.items()}
+    masks = {incarnation: gpu | cpu | storage for incarnation, (gpu, cpu, storage, _) in tiers.items()}
     single = {
-        incarnation: bits.index(masks[incarnation]) for incarnation, bits in tiers.items() if bits.count(0) == 2
+        incarnation: bits.index(masks[incarnation]) for incarnation, bits in tiers.items() if bits[:3].count(0) == 2
     }
-    return _Table(masks, tiers, single)
+    return _Table(masks, tiers, single, frozenset(i for i, bits in tiers.items() if bits[3]))
 
 
 def _bits(raw: bytes | None) -> int:
@@ -218,8 +224,10 @@ class PageWriter:
             writer = self._writers[incarnation] = _Writer()
         return writer
 
-    async def held(self, incarnation: Incarnation) -> dict[BlockKey, TierMask]:
-        (heads,) = await self._link.run([("SMEMBERS", self._keys.page_set(incarnation))])
+    async def held(self, incarnation: Incarnation, pages: int | None = None) -> dict[BlockKey, TierMask]:
+        """Of all pages, or of that many at random."""
+        key = self._keys.page_set(incarnation)
+        (heads,) = await self._link.run([("SMEMBERS", key) if pages is None else ("SRANDMEMBER", key, pages)])
         contents = await self._read(incarnation, [PageHead(head) for head in heads])
         return {key: tiers for content in contents.values() for key, tiers in content.own.items()}
 
@@ -346,7 +354,7 @@ def _in_order(block: BlockWrite) -> int:
 
 def _content(incarnation: Incarnation, fields: Mapping[bytes, bytes]) -> _Content:
     table = _decode_table(fields.get(_TABLE, b""))
-    mask, bits = table.masks.get(incarnation, 0), table.tiers.get(incarnation, (0, 0, 0))
+    mask, bits = table.masks.get(incarnation, 0), table.tiers.get(incarnation, (0, 0, 0, 0))
     states = fields.get(_STATES, b"")
     slots = [bit.bit_length() - 1 for bit in bits if bit]
     version = max((_STATE.unpack_from(states, slot * _STATE.size)[0] for slot in slots), default=0)
@@ -381,12 +389,14 @@ class _Walk:
     exactly like the one before cost no look at each replica: that keeps a prefix shared by a whole fleet cheap.
     """
 
-    __slots__ = ("_last", "_pending", "alive", "ended")
+    __slots__ = ("_last", "_pending", "alive", "ended", "sparse")
 
     def __init__(self, live: Iterable[Incarnation]) -> None:
         self.alive: dict[Incarnation, list[int]] = {incarnation: [0, 0, 0] for incarnation in live}
         """Per incarnation that holds everything so far, blocks by fastest tier."""
         self.ended: dict[Incarnation, list[int]] = {}
+        self.sparse: set[Incarnation] = set()
+        """Those with THROUGH blocks in some page seen."""
         self._last: tuple[_Table, int, int] | None = None
         """A page everybody passed in one tier each, by its table and the bitmaps at its ends."""
         self._pending = 0
@@ -446,11 +456,16 @@ class PageReader:
         self._link = link
         self._keys = keys
         self._tables: dict[bytes, _Table] = {}
+        self._usual = 0.0
+        """Blocks that queries matched of late."""
 
     def begin(self, chain: Chain) -> list[Command]:
         """The reads `match` begins with, for the caller to send along with its own."""
         # A chain somebody hashed before costs nothing to look up further at once.
-        stop = min(max(_FIRST_CHUNK, min(len(chain.keys(0)), _MAX_CHUNK)), chain.blocks)
+        free = len(chain.keys(0))
+        if kernel is not None:
+            free = max(free, (int(self._usual) + PAGE_SPAN - 1) // PAGE_SPAN * PAGE_SPAN)
+        stop = min(max(_FIRST_CHUNK, min(free, _MAX_CHUNK)), chain.blocks)
         keys = chain.keys(stop)
         return [self._ends(keys, segment) for segment in _segments(0, stop)]
 
@@ -466,7 +481,49 @@ class PageReader:
             if start < stop and walk.alive:
                 keys = chain.keys(stop)
                 replies = await self._link.run([self._ends(keys, segment) for segment in _segments(start, stop)])
-        return walk.depths()
+        depths = walk.depths()
+        for incarnation in walk.sparse & depths.keys():
+            usable = await self._usable(chain, incarnation, depths[incarnation])
+            if usable.blocks:
+                depths[incarnation] = usable
+            else:
+                del depths[incarnation]
+        deepest = max((depth.blocks for depth in depths.values()), default=0)
+        self._usual += (deepest - self._usual) / _RECENT
+        return depths
+
+    async def _usable(self, chain: Chain, incarnation: Incarnation, held: Depth) -> Depth:
+        """What a prompt can reuse of what is held: back to the last block that is not THROUGH, page by page."""
+        blocks, counts = held.blocks, list(held.tiers)
+        keys = chain.keys(blocks)
+        while blocks:
+            start = (blocks - 1) // PAGE_SPAN * PAGE_SPAN
+            rows = await self._rows(keys, _Segment(start, blocks))
+            for table, bitmap in reversed(rows):
+                gpu, cpu, _, through = table.tiers.get(incarnation, (0, 0, 0, 0))
+                if bitmap & table.masks.get(incarnation, 0) and not bitmap & through:
+                    return Depth(blocks, (counts[0], counts[1], counts[2]))
+                tier = 0 if bitmap & gpu else 1 if bitmap & cpu else 2
+                if not counts[tier]:  # it changed since it was counted
+                    tier = max(range(3), key=counts.__getitem__)
+                counts[tier] -= 1
+                blocks -= 1
+        return Depth(0, (0, 0, 0))
+
+    async def _rows(self, keys: Sequence[BlockKey], segment: _Segment) -> list[tuple[_Table, int]]:
+        """Table and bitmap of every block of a span, wherever it overflowed to; (empty, 0) for one that is gone."""
+        found: list[tuple[_Table, int]] = []
+        at = segment
+        while at.start < at.stop:
+            ((raw, mark, *rows),) = await self._link.run([self._whole(keys, at)])
+            table = self._table(raw)
+            present = next((i for i, row in enumerate(rows) if row is None), len(rows))
+            found += [(table, _bits(row)) for row in rows[:present]]
+            at = _Segment(at.start + present, at.stop)
+            if at.start < at.stop and (present == 0 or not mark):
+                found += [(_NO_TABLE, 0)] * (at.stop - at.start)
+                break
+        return found
 
     def _ends(self, keys: Sequence[BlockKey], segment: _Segment) -> Command:
         """Read a page's table, mark, and its first and last block on the chain."""
@@ -491,7 +548,10 @@ class PageReader:
                 await self._follow(walk, keys, segment)
                 continue
             blocks = segment.stop - segment.start
-            closer = walk.step(self._table(raw), _bits(first_raw), _bits(last_raw), blocks)
+            table = self._table(raw)
+            if table.sparse:
+                walk.sparse |= table.sparse
+            closer = walk.step(table, _bits(first_raw), _bits(last_raw), blocks)
             if closer:
                 inside.append((segment, closer))
         if not inside:
@@ -511,6 +571,7 @@ class PageReader:
         while walk.alive and segment.start < segment.stop:
             ((raw, mark, *rows),) = await self._link.run([self._whole(keys, segment)])
             table = self._table(raw)
+            walk.sparse |= table.sparse
             present = next((i for i, row in enumerate(rows) if row is None), len(rows))
             runs = _runs(rows[:present])
             for incarnation, counts in list(walk.alive.items()):
@@ -539,7 +600,7 @@ def _runs(rows: Iterable[bytes | None]) -> list[tuple[int, int]]:
 
 def _count(table: _Table, incarnation: Incarnation, runs: Sequence[tuple[int, int]], counts: list[int]) -> int:
     """Add an incarnation's leading blocks among these to its counts, by fastest tier. Returns how many."""
-    mask, (gpu, cpu, _) = table.masks.get(incarnation, 0), table.tiers.get(incarnation, (0, 0, 0))
+    mask, (gpu, cpu, _, _) = table.masks.get(incarnation, 0), table.tiers.get(incarnation, (0, 0, 0, 0))
     held = 0
     for bitmap, blocks in runs:
         if not bitmap & mask:

@@ -39,6 +39,7 @@ from ..proto.index import (
 )
 from .redis_link import Command, RedisLink, script
 from .redis_pages import PAGE_LIMIT, PAGE_TTL_S, PageKeys, PageReader, PageWriter
+from .shared_load import SharedReservations
 
 FLEET_AGE_S = 0.5
 """Age at which a query reads the registry again even if its generation stands still (renewals do not move it)."""
@@ -75,13 +76,19 @@ _decode_namespace = msgspec.msgpack.Decoder(Namespace).decode
 class RegistryKeys:
     """Builds the keys of one namespace's registry; the hash tag keeps them in one cluster slot."""
 
-    __slots__ = ("lock", "registry")
+    __slots__ = ("_canary", "lock", "registry")
 
     def __init__(self, namespace: NamespaceId) -> None:
         self.registry = b"mt:{%s}:r" % namespace.encode()
         """HASH, no TTL; about 400 bytes per replica and 30 per recently dead incarnation."""
         self.lock = b"mt:{%s}:sweep" % namespace.encode()
         """STRING, the sweeper's token, TTL SWEEP_LOCK_S."""
+        self._canary = b"mt:c:%s:" % namespace.encode()
+
+    def canary(self, tag: bytes) -> bytes:
+        """STRING, one per server (the hash tag leads there), 16 random bytes, no TTL: gone or another one means that
+        the server lost what it had."""
+        return self._canary + b"{%s}" % tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +131,27 @@ class RedisIndex:
     # Registry
 
     async def claim(self, spec: ReplicaSpec, *, owner: str, lease_s: float, activate: bool) -> Claim:
+        await self._link.run([("HSET", _NAMESPACES, bytes.fromhex(self._namespace.id), _encode(self._namespace))])
+        await refuse_eviction(self._link)
         status = ReplicaStatus()
         life = (_milliseconds(lease_s), int(activate), _EPOCH_S, _encode(spec), _encode(status), _standing(status))
         ahead = secrets.randbelow(_MAX_AHEAD)
         incarnation, previous = await self._call(_CLAIM, _field(spec.ref), owner, *life, ahead)
         if not incarnation:
-            raise Superseded(f"{spec.ref} is leased by another owner")
+            raise Superseded(f"{spec.ref} is leased by another owner", retry_s=previous / 1000)
         if activate:
             self._retire(spec.ref)
         self._claimed.setdefault(spec.ref, []).append(Incarnation(incarnation))
         return Claim(Incarnation(incarnation), Incarnation(previous) if previous else None)
+
+    async def witness(self) -> bytes:
+        keys = [self._keys.canary(tag) for tag in await self._link.shard_tags()]
+        await self._link.run([("SET", key, secrets.token_bytes(16), "NX") for key in keys])
+        canaries = await self._link.run([("GET", key) for key in keys])
+        infos = await self._link.server_infos("replication")
+        # A server that takes over another's data keeps its canaries, but starts a replication history of its own.
+        histories = [str(info.get("master_replid")).encode() for info in infos.values()]
+        return b"".join(sorted(canary or b"" for canary in canaries) + sorted(histories))
 
     async def activate(self, ref: ReplicaRef, *, owner: str, incarnation: Incarnation) -> None:
         if not await self._call(_ACTIVATE, _field(ref), owner, incarnation):
@@ -182,8 +200,8 @@ class RedisIndex:
     async def refresh(self, incarnation: Incarnation, version: int, blocks: Sequence[BlockWrite]) -> int:
         return await self._writer.refresh(incarnation, version, blocks)
 
-    async def held(self, incarnation: Incarnation) -> dict[BlockKey, TierMask]:
-        return await self._writer.held(incarnation)
+    async def held(self, incarnation: Incarnation, *, pages: int | None = None) -> dict[BlockKey, TierMask]:
+        return await self._writer.held(incarnation, pages)
 
     async def match(self, chain: Chain) -> Match:
         pages = self._reader.begin(chain)
@@ -311,6 +329,30 @@ def _decode_registry(server_ms: float, flat: Sequence[bytes], read_at: float) ->
     )
 
 
+async def refuse_eviction(link: RedisLink) -> None:
+    """Raises StoreRefused if a server may evict any key: that drops the registry and punches holes in chains."""
+    for settings in (await link.settings("maxmemory-policy")).values():
+        policy = settings.get("maxmemory-policy", "")
+        if policy.startswith("allkeys-"):
+            raise StoreRefused(
+                f"Redis has maxmemory-policy {policy}, which drops keys at will; "
+                "`CONFIG SET maxmemory-policy noeviction` (or volatile-ttl), and the same in its configuration"
+            )
+
+
+class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One server, as far as it tells."""
+
+    address: str
+    """Empty for a single server."""
+    version: str
+    valkey: bool
+    clock_s: float | None
+    """Its wall clock when it answered, seconds since 1970."""
+    settings: dict[str, str]
+    """Those a preflight looks at; empty where the service forbids to ask."""
+
+
 class RedisStore:
     """Indexes of all namespaces on one Redis, Valkey, Sentinel service or cluster."""
 
@@ -330,13 +372,16 @@ class RedisStore:
         self._indexes: dict[NamespaceId, RedisIndex] = {}
 
     async def open(self, namespace: Namespace) -> RedisIndex:
-        await self._link.run([("HSET", _NAMESPACES, bytes.fromhex(namespace.id), _encode(namespace))])
         index = self._indexes.get(namespace.id)
         if index is None:
             index = self._indexes[namespace.id] = RedisIndex(
                 self._link, namespace, page_limit=self._page_limit, page_ttl_s=self._page_ttl_s
             )
         return index
+
+    def reservations(self, *, ttl_s: float, capacity: int) -> SharedReservations:
+        """Load shared with every router on this store."""
+        return SharedReservations(self._link, ttl_s=ttl_s, capacity=capacity)
 
     async def namespaces(self) -> Sequence[Namespace]:
         (values,) = await self._link.run([("HVALS", _NAMESPACES)])
@@ -345,12 +390,22 @@ class RedisStore:
     async def ping(self) -> None:
         """Also refuses a server set to evict any key: that would punch holes in chains and drop the registry."""
         await self._link.run([("EXISTS", _NAMESPACES)])
-        for policy in await self._link.eviction_policies():
-            if policy.startswith("allkeys-"):
-                raise StoreRefused(
-                    f"Redis has maxmemory-policy {policy}, which drops keys at will; "
-                    "`CONFIG SET maxmemory-policy noeviction` (or volatile-ttl), and the same in its configuration"
-                )
+        await refuse_eviction(self._link)
+
+    async def facts(self) -> list[ServerFacts]:
+        """What every primary says of itself, for a preflight. Raises StoreError."""
+        infos, settings = await self._link.server_infos("server"), await self._link.settings("maxmemory*")
+        shape = await self._link.settings("hash-max-*")
+        return [
+            ServerFacts(
+                address=address,
+                version=str(info.get("valkey_version") or info.get("redis_version") or ""),
+                valkey="valkey_version" in info,
+                clock_s=info["server_time_usec"] / 1e6 if "server_time_usec" in info else None,
+                settings=settings.get(address, {}) | shape.get(address, {}),
+            )
+            for address, info in infos.items()
+        ]
 
     async def close(self) -> None:
         try:

@@ -24,6 +24,8 @@ import random
 import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -33,6 +35,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ..proto.api import (
+    MAX_LISTED,
+    Decided,
+    DecisionList,
+    ExplainedReplica,
+    ExplainResponse,
     Feedback,
     FeedbackResponse,
     IndexHealth,
@@ -49,12 +56,27 @@ from ..proto.api import (
     TierBlocks,
 )
 from ..proto.errors import ConfigError, Forbidden, InvalidField, NoReplica, NotFound, StoreError, StoreUnavailable
-from ..proto.hashing import NO_EXTRAS, BlockHash, Chain, NamespaceId, PromptExtras
+from ..proto.hashing import KEY_BYTES, NO_EXTRAS, BlockHash, Chain, NamespaceId, PromptExtras
 from ..proto.http import DEFAULT_MAX_BODY_BYTES, DEFAULT_MAX_IN_FLIGHT
 from ..proto.index import Depth, Fleet, Incarnation, Index, ReplicaRef, ReplicaView, State, Store
-from .load import DEFAULT_CAPACITY, DEFAULT_TTL_S, LocalReservations, Pending, Reservations
-from .policies import Candidate, Policy, RoutingRequest, make_policy
-from .tokenize import DEFAULT_TIMEOUT_S, EngineTokenize, Tokenize
+from .decisions import DEFAULT_CAPACITY as DEFAULT_DECISIONS
+from .decisions import Decisions, Looked, holdings
+from .feedback import OUTCOMES, ConsumerWitness, Feedbacks, Prediction, Witness
+from .load import (
+    DEFAULT_CAPACITY,
+    DEFAULT_TTL_S,
+    Learned,
+    LocalReservations,
+    Pending,
+    Reservations,
+    SharesReservations,
+)
+from .models import ModelConfig, Models, Target
+from .placement import Placements
+from .policies import DEFAULT_POLICY, MAX_EXPLAINED, NO_CHAIN, Candidate, Policy, RoutingRequest, make_policy
+from .tenants import TRUSTED, Caller, SaltOf
+from .text import TextTokenize
+from .tokenize import DEFAULT_TIMEOUT_S, EngineTokenize, Tokenize, Tokens
 
 MAX_NAMESPACES = 1024
 """Namespaces one router serves; further ones are ignored and counted."""
@@ -66,6 +88,8 @@ INDEX_UNAVAILABLE = "index_unavailable"
 """Cause of a replica's staleness when it is the store that is away."""
 REGISTRY_EMPTY = "registry_empty"
 """Cause of the staleness of replicas that vanished from the registry with all others."""
+PARTIAL = "the prompt is known in part only"
+"""Note of an answer whose prompt goes on beyond what was looked up."""
 REMEMBER_S = 60.0
 """How long such replicas are still worth a try."""
 
@@ -78,9 +102,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host: str = "127.0.0.1"
     port: int = 8080
     """0: the operating system picks one."""
-    policy: str = "hybrid"
+    policy: str = DEFAULT_POLICY
     """Used unless a request names another."""
-    policies: dict[str, dict[str, float]] = {}
+    policies: dict[str, dict[str, int | float]] = {}
     """Parameters by policy name; what is left out keeps its default."""
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
@@ -98,6 +122,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reservation_ttl_s: float = DEFAULT_TTL_S
     max_reservations: int = DEFAULT_CAPACITY
     tokenize_timeout_s: float = DEFAULT_TIMEOUT_S
+    models: dict[str, ModelConfig] = {}
+    """What is declared about models: tokenizers, aliases, adapters."""
+    decisions: int = DEFAULT_DECISIONS
+    """Decisions remembered, for `GET /v1/decisions`; 0: none, which saves explaining them."""
+    decision_log: str | None = None
+    """File every decision is appended to, as JSON lines; keys and lengths, no tokens or text."""
+    max_decision_log_bytes: int = 256 << 20
+    """When it is larger, it is renamed to NAME.1 and begun anew."""
 
     def __post_init__(self) -> None:
         for setting, (low, high) in _RANGES.items():
@@ -123,27 +155,17 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "reservation_ttl_s": (1, 86_400),
     "max_reservations": (1, 10_000_000),
     "tokenize_timeout_s": (0.01, 300),
+    "decisions": (0, 1_000_000),
+    "max_decision_log_bytes": (1 << 16, 1 << 40),
 }
-
-
-class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is asking, as far as the router cares."""
-
-    trusted: bool = False
-    """May name a cache salt, a tenant and media identifiers, all of which address other people's prefixes."""
-    tenant: str | None = None
-    """The tenant an authenticated caller belongs to."""
-
-
-TRUSTED = Caller(trusted=True)
 
 
 class _Space:
     """One namespace, and what was last seen of it."""
 
     __slots__ = (
-        *("block_size", "down", "fleet", "id", "index", "remembered", "remembered_at", "root"),
-        *("_views", "_views_of"),
+        *("backlog", "block_size", "down", "fleet", "id", "index", "lookahead", "remembered"),
+        *("remembered_at", "root", "_standings", "_standings_of", "_views", "_views_of"),
     )
 
     def __init__(self, index: Index) -> None:
@@ -152,13 +174,18 @@ class _Space:
         self.id: NamespaceId = namespace.id
         self.root: BlockHash = namespace.root
         self.block_size = namespace.block_size
+        self.lookahead = namespace.lookahead
         self.fleet: Fleet | None = None
         self.down = False
+        self.backlog = 0
+        """Dead incarnations the last sweep step left for the next."""
         self.remembered: Fleet | None = None
         """The last fleet that had any replicas."""
         self.remembered_at = 0.0
         self._views: dict[Incarnation, ReplicaView] = {}
         self._views_of: Fleet | None = None
+        self._standings: list[_Standing] = []
+        self._standings_of: Fleet | None = None
 
     def saw(self, fleet: Fleet, now: float) -> None:
         self.fleet = fleet
@@ -171,6 +198,17 @@ class _Space:
             self._views, self._views_of = fleet.live(), fleet
         return self._views
 
+    def standings(self, fleet: Fleet) -> Sequence[_Standing]:
+        """Every replica as the fleet itself has it, computed once per fleet."""
+        if self._standings_of is not fleet:
+            self._standings = [(view, view.state, view.cause) for view in fleet.replicas]
+            self._standings_of = fleet
+        return self._standings
+
+
+_Standing = tuple[ReplicaView, State, str]
+"""A replica, its state, and why that is not exact."""
+
 
 class _Found(msgspec.Struct, frozen=True, gc=False):
     """What one namespace answered."""
@@ -182,12 +220,20 @@ class _Found(msgspec.Struct, frozen=True, gc=False):
     """Empty when the index could not be asked: then nobody's state is known."""
     blind: str | None = None
     """Why the index could not be asked about these replicas; None: it was."""
+    chain: Chain | None = None
+    """The prompt as this namespace names it; None where it was not asked about it."""
+    doubts: Mapping[Incarnation, str] = {}
+    """Incarnations whose predictions keep failing, and why."""
 
     def state(self, view: ReplicaView) -> State:
-        return view.state if self.blind is None else "stale"
+        if self.blind is not None:
+            return "stale"
+        return "degraded" if self.doubts and _doubted(view, self.doubts) else view.state
 
     def cause(self, view: ReplicaView) -> str:
-        return view.cause if self.blind is None else self.blind
+        if self.blind is not None:
+            return self.blind
+        return (_doubted(view, self.doubts) if self.doubts else None) or view.cause
 
 
 class _Answer(msgspec.Struct, frozen=True, gc=False):
@@ -199,36 +245,65 @@ class _Answer(msgspec.Struct, frozen=True, gc=False):
     index: IndexHealth
     names: frozenset[str] | None
     """Replicas to consider; None: all."""
+    note: str | None = None
+    """Why only the beginning of the prompt was looked up."""
 
     def admits(self, ref: ReplicaRef) -> bool:
         return self.names is None or ref.replica in self.names
 
     def reusable(self, found: _Found, blocks: int) -> int:
         size = found.space.block_size
-        return min(blocks, (self.prompt_tokens - 1) // size) * size
+        return min(blocks, max(0, self.prompt_tokens - 1) // size) * size
 
     @property
     def block_size(self) -> int:
         return self.found[0].space.block_size
 
     def entry(self, found: _Found, view: ReplicaView, depth: Depth) -> MatchedReplica:
-        ref, size = view.spec.ref, found.space.block_size
+        # Once per replica of every answer: nothing in here is asked twice.
+        spec, size, blocks = view.spec, found.space.block_size, depth.blocks
+        if found.blind is None:
+            status = view.status
+            counts = view.live and view.incarnation is not None
+            state, cause = (status.state, status.cause) if counts else ("stale", view.cause)
+            if found.doubts and (doubt := _doubted(view, found.doubts)):
+                state, cause = "degraded", doubt
+        else:
+            state, cause = "stale", found.blind
         return MatchedReplica(
-            replica=ref.replica,
-            dp_rank=ref.dp_rank,
-            matched_blocks=depth.blocks,
-            reusable_tokens=self.reusable(found, depth.blocks),
+            replica=spec.ref.replica,
+            dp_rank=spec.ref.dp_rank,
+            matched_blocks=blocks,
+            reusable_tokens=self.reusable(found, blocks) if blocks else 0,
             tiers=TierBlocks(*depth.tiers),
-            state=found.state(view),
-            cause=found.cause(view) or None,
-            block_size=None if size == self.block_size else size,
+            state=state,
+            cause=cause or None,
+            block_size=None if found is self.found[0] or size == self.block_size else size,
+            role=None if spec.role == "both" else spec.role,
         )
+
+    def looked(self) -> list[Looked]:
+        """Where the prompt was looked up, and how far."""
+        return [
+            Looked(f.space.index.namespace, f.chain, max((d.blocks for d in f.depths.values()), default=0))
+            for f in self.found
+            if f.chain is not None
+        ]
 
     def total(self) -> int:
         """How many `views` there are."""
         if len(self.found) == 1 and self.names is None:
             return len(self.found[0].fleet.replicas)
         return sum(1 for _ in self.views())
+
+    def standings(self) -> Iterator[tuple[_Found, Sequence[_Standing]]]:
+        """As `views`, with state and cause, by namespace."""
+        only = self.found[0] if len(self.found) == 1 else None
+        if only is not None and self.names is None and only.blind is None and not only.doubts:
+            yield only, only.space.standings(only.fleet)
+            return
+        for found, view in self.views():
+            yield found, [(view, found.state(view), found.cause(view))]
 
     def views(self) -> Iterator[tuple[_Found, ReplicaView]]:
         """Every replica to consider, once, by ref; of two records of one replica the one that is live."""
@@ -266,35 +341,51 @@ class Router:
         reservations: Reservations | None = None,
         tokenize: Tokenize | None = None,
         tenant_secret: bytes | None = None,
+        salt_of: SaltOf | None = None,
+        witness: Witness | None = None,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """registry: where metrics go; each router needs its own. tenant_secret: turns tenant names into cache salts;
-        without one tenants share their prefixes."""
+        """registry: where metrics go; each router needs its own. salt_of: turns tenant names into cache salts; or
+        tenant_secret does, by HMAC; with neither, tenants share their prefixes.
+        witness: whom to ask about replicas' caches; closed with this. Raises ConfigError for models that
+        cannot be served as declared."""
         self.config = config or RouterConfig()
         self.registry = registry or CollectorRegistry()
         self._store = store
         self._rng = rng or random.Random()
         self._clock = clock
-        self._reservations = reservations or LocalReservations(
-            ttl_s=self.config.reservation_ttl_s, capacity=self.config.max_reservations
-        )
+        self._reservations = reservations or _reservations_of(store, self.config)
+        self._placements = Placements()
+        self._learned = Learned(capacity=self.config.max_reservations)
         self._owns_tokenize = tokenize is None
-        self._tokenize = tokenize or EngineTokenize(timeout_s=self.config.tokenize_timeout_s)
-        self._tenant_secret = tenant_secret
+        self.models = Models(self.config.models)
+        self._tokenize = tokenize or TextTokenize(
+            self.config.models, EngineTokenize(timeout_s=self.config.tokenize_timeout_s)
+        )
+        self._salt_of = salt_of if tenant_secret is None else partial(_salt, tenant_secret)
+        self._witness = witness or ConsumerWitness()
+        self._feedbacks = Feedbacks(self._witness, clock=clock)
         self._spaces: dict[NamespaceId, _Space] = {}
         self._by_model: dict[str, list[_Space]] = {}
         self._policies: dict[tuple[str, str], Policy] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
+        log = self.config.decision_log
+        self.decisions = Decisions(
+            capacity=self.config.decisions,
+            log=None if log is None else Path(log),
+            max_log_bytes=self.config.max_decision_log_bytes,
+        )
         self._metrics = _RouterMetrics(self.registry)
-        self.registry.register(_FleetCollector(self._spaces, self._reservations))
+        self.registry.register(_FleetCollector(self._spaces, self._reservations, self._feedbacks))
 
     # Lifecycle
 
     async def start(self) -> Self:
         """Begin background work. A store that is away does not keep the router from starting."""
         self._stopping = False
+        await self._reservations.start()
         await self._poll_once()
         self._tasks = [asyncio.create_task(self._poll(), name="router-poll")]
         if self.config.sweep_interval_s:
@@ -311,6 +402,9 @@ class Router:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
+        await self._reservations.close()
+        self.decisions.close()
+        await self._witness.close()
         if self._owns_tokenize:
             await self._tokenize.close()
 
@@ -335,7 +429,7 @@ class Router:
         for found in answer.found:
             for incarnation, depth in found.depths.items():
                 view = found.live.get(incarnation)
-                if view is not None and answer.admits(view.spec.ref):
+                if view is not None and (answer.names is None or answer.admits(view.spec.ref)):
                     rows.append((-depth.blocks * found.space.block_size, view.spec.ref, found, view, depth))
         rows.sort(key=_deepest_first)
         listed: dict[ReplicaRef, MatchedReplica] = {}
@@ -364,30 +458,64 @@ class Router:
             index=answer.index,
             total=total,
             replicas=list(listed.values()),
+            note=answer.note,
         )
 
-    async def route(self, request: RouteRequest, caller: Caller = TRUSTED) -> RouteResponse:
+    async def tokenize(self, request: PromptRequest, caller: Caller = TRUSTED) -> Tokens:
+        """The token ids of a prompt or of messages, as the model's engines have them. Raises as `match`."""
+        target = self._target(request, caller)
+        return await self._tokens(request, await self._spaces_of(target.model), target, caller)
+
+    async def route(
+        self,
+        request: RouteRequest,
+        caller: Caller = TRUSTED,
+        *,
+        admit: Callable[[Candidate], bool] | None = None,
+        at_least: int = 0,
+    ) -> RouteResponse:
         """Which replica should serve the prompt, with its load reserved.
 
+        admit: whom to choose from, of those worth choosing. at_least: tokens the prompt has, where only its beginning
+        (or nothing: `token_ids` may be empty here) could be tokenised.
         Raises as `match`, InvalidField for an unknown policy, and NoReplica if there is nobody to choose from.
         """
-        answer = await self._look_up(request, caller)
+        if self._reservations.shared:
+            looking = self._look_up(request, caller, at_least=at_least)
+            answer, _ = await asyncio.gather(looking, self._reservations.refresh())
+        else:
+            answer = await self._look_up(request, caller, at_least=at_least)
         policy = self._policy(request)
         candidates = self._candidates(answer)
+        if admit is not None:
+            candidates = [candidate for candidate in candidates if admit(candidate)]
+            if not candidates:
+                raise NoReplica("no replica of this model can take the request now", remedy="retry later")
         decision = policy.choose(
             candidates,
-            RoutingRequest(
-                prompt_tokens=answer.prompt_tokens,
-                max_output_tokens=request.max_output_tokens,
-                priority=request.priority,
-            ),
-            explain=request.explain,
+            self._routing(request, answer),
+            explain=request.explain or self.decisions.wanted > 0,
+            listed=MAX_EXPLAINED if request.explain else self.decisions.wanted,
         )
         chosen = decision.candidate
         reservation = await self._reservations.add(
             chosen.ref,
             predicted_tokens=chosen.reusable_tokens,
             uncached_tokens=answer.prompt_tokens - chosen.reusable_tokens,
+        )
+        self._expect(reservation.id, answer, chosen)
+        self._feedbacks.expect(reservation.id, _prediction(answer, candidates, chosen))
+        decided = self.decisions.add(
+            model=request.model,
+            prompt_tokens=answer.prompt_tokens,
+            looked=answer.looked(),
+            candidates=candidates,
+            chosen=chosen,
+            policy=policy.name,
+            reason=decision.reason,
+            explanation=decision.explanation,
+            index=answer.index,
+            reservation=reservation.id,
         )
         self._metrics.decision(policy.name, decision.reason)
         self._metrics.prompt_blocks.inc(answer.prompt_tokens // chosen.block_size)
@@ -403,23 +531,123 @@ class Router:
             reusable_tokens=chosen.reusable_tokens,
             state=chosen.state,
             cause=chosen.cause or None,
+            note=answer.note,
             index=answer.index,
             policy=policy.name,
             reason=decision.reason,
             reservation=reservation.id,
-            explanation=decision.explanation,
+            explanation=decision.explanation if request.explain else None,
+            decision=decided,
         )
 
-    async def feedback(self, feedback: Feedback) -> FeedbackResponse:
+    async def explain(self, request: RouteRequest, caller: Caller = TRUSTED) -> ExplainResponse:
+        """What `route` would decide now, and what that rests on. Reserves nothing, and no policy remembers it.
+
+        Raises as `route`, and Forbidden for callers that are not trusted: the answer tells of keys.
+        """
+        _only_trusted(caller)
+        target = self._target(request, caller)
+        spaces = await self._spaces_of(target.model)
+        tokens = (await self._tokens(request, spaces, target, caller)).ids
+        asked = msgspec.structs.replace(request, token_ids=tokens, prompt=None, messages=None)
+        answer = await self._look_up(asked, caller)
+        policy, candidates = self._policy(request), self._candidates(answer)
+        decision = policy.choose(candidates, self._routing(asked, answer), explain=True, dry=True)
+        chosen = decision.candidate
+        rows = []
+        for found, view in answer.views():
+            depth = _NO_DEPTH
+            if view.incarnation is not None and found.state(view) != "stale":
+                depth = found.depths.get(view.incarnation, _NO_DEPTH)
+            rows.append(
+                ExplainedReplica(
+                    replica=view.spec.ref.replica,
+                    dp_rank=view.spec.ref.dp_rank,
+                    namespace=found.space.id,
+                    matched_blocks=depth.blocks,
+                    reusable_tokens=answer.reusable(found, depth.blocks),
+                    state=found.state(view),
+                    cause=found.cause(view),
+                    url=view.spec.url,
+                    consumer=view.spec.consumer,
+                )
+            )
+        rows.sort(key=lambda row: (-row.reusable_tokens, row.replica, row.dp_rank))
+        extras = self._extras(asked, caller, target)
+        return ExplainResponse(
+            decision=Decided(
+                id="",
+                at=time.time(),
+                model=request.model,
+                prompt_tokens=answer.prompt_tokens,
+                lookups=[looked.lookup() for looked in answer.looked()],
+                index=answer.index,
+                candidates=len(candidates),
+                holdings=holdings(candidates, chosen),
+                policy=policy.name,
+                reason=decision.reason,
+                replica=str(chosen.ref),
+                matched_blocks=chosen.matched_blocks,
+                reusable_tokens=chosen.reusable_tokens,
+                explanation=decision.explanation,
+            ),
+            replicas=rows[:MAX_LISTED],
+            token_ids=list(tokens),  # they may have come packed
+            unsalted_blocks=await self._deepest(spaces, tokens, extras, cache_salt=None),
+            unadapted_blocks=await self._deepest(spaces, tokens, extras, lora=None),
+        )
+
+    async def _deepest(
+        self, spaces: Iterable[_Space], tokens: Sequence[int], extras: PromptExtras, **other: None
+    ) -> int:
+        """Leading blocks the deepest replica would hold if the prompt lacked an extra; 0 if it does."""
+        changed = msgspec.structs.replace(extras, **other)
+        if changed == extras:
+            return 0
+        found = [
+            await self._ask(space, Chain(space.root, space.block_size, tokens, changed, lookahead=space.lookahead))
+            for space in spaces
+        ]
+        return max((depth.blocks for f in found if f for depth in f.depths.values()), default=0)
+
+    def decided(self, caller: Caller, *, limit: int, model: str | None, replica: str | None) -> DecisionList:
+        """What was decided lately. Raises Forbidden for callers that are not trusted."""
+        _only_trusted(caller)
+        return DecisionList(
+            decisions=self.decisions.newest(limit, model=model, replica=replica), kept=len(self.decisions)
+        )
+
+    def decision(self, caller: Caller, ident: str) -> Decided:
+        """One decision. Raises Forbidden for callers that are not trusted, NotFound if it is not kept (any more)."""
+        _only_trusted(caller)
+        found = self.decisions.get(ident)
+        if found is None:
+            raise NotFound(
+                "no such decision is kept", field="id", remedy="see GET /v1/decisions, or the decision log"
+            )
+        return found
+
+    async def feedback(self, feedback: Feedback, caller: Caller = TRUSTED) -> FeedbackResponse:
         """Record what the engine found cached, and free the reservation's prefill part, or all of it if finished.
 
-        Only the first feedback of a reservation counts for the metrics. Raises NotFound for an unknown reservation.
+        Only the first feedback of a reservation counts for the metrics, and only a trusted caller's changes what is
+        believed of the replica. Raises NotFound for an unknown reservation.
         """
         before = await self._reservations.end_prefill(feedback.reservation)
         if before is None:
             raise _no_reservation("reservation")
-        if before.prefilling:
+        now = self._clock()
+        self._placements.computed(feedback.reservation, now)
+        if feedback.finished:
+            self._learned.finished(feedback.reservation, now, feedback.output_tokens)
+        else:
+            self._learned.first_token(feedback.reservation, now)
+        outcome = None
+        prediction = self._feedbacks.take(feedback.reservation)
+        if prediction is not None:
             self._metrics.predicted(before.predicted_tokens, feedback.cached_tokens)
+            self.decisions.served(before.id, feedback.cached_tokens)
+            outcome = await self._judge(prediction, feedback, caller)
         if feedback.finished:
             await self._reservations.free(feedback.reservation)
         return FeedbackResponse(
@@ -427,10 +655,35 @@ class Router:
             predicted_tokens=before.predicted_tokens,
             served_tokens=feedback.cached_tokens,
             freed=feedback.finished,
+            outcome=outcome,
         )
+
+    async def _judge(self, prediction: Prediction, feedback: Feedback, caller: Caller) -> str | None:
+        cached = feedback.cached_tokens
+        try:
+            judgement = await self._feedbacks.judge(
+                prediction, cached_tokens=cached, prompt_tokens=feedback.prompt_tokens
+            )
+        except StoreError as error:
+            self._metrics.store_error(error)
+            return None
+        if caller.trusted:
+            self._feedbacks.learn(prediction, judgement, cached_tokens=cached)
+        self._metrics.judged(judgement.outcome, judgement.missed_tokens, prediction.diverted_tokens)
+        return judgement.outcome
+
+    async def first_token(self, reservation: str) -> None:
+        """The request's prefill is over. Without effect for an unknown reservation."""
+        now = self._clock()
+        self._placements.computed(reservation, now)
+        self._learned.first_token(reservation, now)
+        await self._reservations.end_prefill(reservation)
 
     async def free(self, reservation: str) -> None:
         """The request is over. Raises NotFound for an unknown reservation."""
+        self._feedbacks.drop(reservation)
+        self._placements.cancel(reservation)
+        self._learned.finished(reservation, self._clock(), None)
         if not await self._reservations.free(reservation):
             raise _no_reservation("id")
 
@@ -445,10 +698,10 @@ class Router:
             if not any(space.down for space in self._spaces.values()):
                 await self._discover_if_possible()
             spaces = list(self._spaces.values())
-        await self._read_fleets(spaces)
+        await asyncio.gather(self._read_fleets(spaces), self._reservations.refresh())
         pending = self._reservations.pending()
         infos = [
-            _info(space, view, pending.get(view.spec.ref))
+            _info(space, view, pending.get(view.spec.ref), _doubted(view, self._feedbacks.doubts))
             for space in spaces
             for view in (space.fleet.replicas if space.fleet else ())
         ]
@@ -489,19 +742,42 @@ class Router:
             if space.remembered and any(view.spec.ref.replica == replica for view in space.remembered.replicas):
                 space.remembered = None
 
+    # What a front door asks
+
+    def salt_of(self, caller: Caller) -> str | None:
+        """The cache salt of the caller's own prefixes."""
+        return None if self._salt_of is None or caller.tenant is None else self._salt_of(caller.tenant)
+
+    async def expect_model(self, model: str, caller: Caller = TRUSTED) -> None:
+        """Raises NotFound unless a replica of what the name means was ever registered."""
+        caller.may_use(model)
+        await self._spaces_of(self.models.resolve(model).model)
+
+    def model_names(self) -> list[str]:
+        """Base models that have a live replica."""
+        return [model for model, spaces in self._by_model.items() if self._urls(spaces)]
+
+    def engine_urls(self) -> list[str]:
+        """Base URLs of live engines, of every model."""
+        return self._urls(space for spaces in self._by_model.values() for space in spaces)
+
     # Looking up
 
-    async def _look_up(self, request: PromptRequest, caller: Caller) -> _Answer:
-        extras = self._extras(request, caller)
-        spaces = self._by_model.get(request.model) or await self._spaces_of(request.model)
-        if request.token_ids is not None:
-            tokens = request.token_ids
-        else:
-            await self._read_fleets(spaces)  # whom to ask must not be older than whom the index will answer for
-            tokens = await self._tokenize(request, self._urls(spaces))
+    def _target(self, request: PromptRequest, caller: Caller) -> Target:
+        caller.may_use(request.model)
+        return self.models.resolve(request.model)
+
+    async def _look_up(self, request: PromptRequest, caller: Caller, *, at_least: int = 0) -> _Answer:
+        target = self._target(request, caller)
+        extras = self._extras(request, caller, target)
+        spaces = self._by_model.get(target.model) or await self._spaces_of(target.model)
+        tokenized = await self._tokens(request, spaces, target, caller)
+        tokens = tokenized.ids
         if len(spaces) == 1:
             space = spaces[0]
-            found = [await self._ask(space, Chain(space.root, space.block_size, tokens, extras))]
+            found = [
+                await self._ask(space, Chain(space.root, space.block_size, tokens, extras, lookahead=space.lookahead))
+            ]
         else:
             found = await self._ask_all(spaces, tokens, extras)
         known = [f for f in found if f is not None]
@@ -509,21 +785,33 @@ class Router:
             raise StoreUnavailable("no fleet of this model was ever read")
         return _Answer(
             known,
-            len(tokens),
+            max(len(tokens), at_least),
             "ok" if len(known) == len(found) and all(f.blind is None for f in known) else "unavailable",
             None if request.replicas is None else frozenset(request.replicas),
+            tokenized.note or (PARTIAL if at_least else None),
         )
+
+    async def _tokens(
+        self, request: PromptRequest, spaces: Sequence[_Space], target: Target, caller: Caller
+    ) -> Tokens:
+        if request.token_ids is not None:
+            return Tokens(request.token_ids)
+        scope = self._salt(request, caller) or ""
+        await self._read_fleets(spaces)  # whom to ask must not be older than whom the index will answer for
+        return await self._tokenize(request, self._urls(spaces), target=target, scope=scope)
 
     async def _ask_all(
         self, spaces: Sequence[_Space], tokens: list[int], extras: PromptExtras
     ) -> list[_Found | None]:
         """Ask each namespace that had live replicas when last seen (all, if none had), live ones first."""
-        chains: dict[tuple[BlockHash, int], Chain] = {}
+        chains: dict[tuple[BlockHash, int, int], Chain] = {}
         busy = [s for s in spaces if s.fleet and s.live(s.fleet)] or spaces
         asked = []
         for space in busy:
-            key = space.root, space.block_size
-            chain = chains.setdefault(key, Chain(*key, tokens, extras))  # namespaces often differ in name only
+            key = space.root, space.block_size, space.lookahead
+            if key not in chains:  # namespaces often differ in name only
+                chains[key] = Chain(*key[:2], tokens, extras, lookahead=space.lookahead)
+            chain = chains[key]
             asked.append(self._ask(space, chain))
         found = list(await asyncio.gather(*asked))
         found += [_Found(s, s.fleet, {}, {}) for s in spaces if s.fleet and s not in busy]
@@ -538,9 +826,11 @@ class Router:
                 self._mark_down(space, error)
             else:
                 space.saw(match.fleet, self._clock())
-                return _Found(space, match.fleet, match.depths, space.live(match.fleet))
+                depths = self._feedbacks.cut(chain, match.depths)
+                live = space.live(match.fleet)
+                return _Found(space, match.fleet, depths, live, chain=chain, doubts=self._feedbacks.doubts)
         self._metrics.blind_answers.inc()
-        return None if space.fleet is None else _Found(space, space.fleet, {}, {}, INDEX_UNAVAILABLE)
+        return None if space.fleet is None else _Found(space, space.fleet, {}, {}, INDEX_UNAVAILABLE, chain)
 
     async def _spaces_of(self, model: str) -> list[_Space]:
         spaces = self._by_model.get(model)
@@ -553,29 +843,27 @@ class Router:
             )
         return spaces
 
-    def _extras(self, request: PromptRequest, caller: Caller) -> PromptExtras:
-        lora, media, salt = request.lora, request.media, self._salt(request, caller)
+    def _extras(self, request: PromptRequest, caller: Caller, target: Target) -> PromptExtras:
+        lora, media, salt = request.lora or target.lora, request.media, self._salt(request, caller)
         if lora is None and salt is None and not media:
             return NO_EXTRAS
-        if media and not caller.trusted:
-            raise _not_trusted("media")
+        if media:
+            caller.only_trusted("media")
         return PromptExtras(
             lora=lora, media=tuple(sorted(media or (), key=lambda item: item.offset)), cache_salt=salt
         )
 
     def _salt(self, request: PromptRequest, caller: Caller) -> str | None:
         if request.cache_salt is not None:
-            if not caller.trusted:
-                raise _not_trusted("cache_salt")
+            caller.only_trusted("cache_salt")
             return request.cache_salt
-        if self._tenant_secret is None:
+        if self._salt_of is None:
             return None
         tenant = caller.tenant
         if request.tenant is not None and request.tenant != tenant:
-            if not caller.trusted:
-                raise _not_trusted("tenant")
+            caller.only_trusted("tenant")
             tenant = request.tenant
-        return None if tenant is None else hmac.new(self._tenant_secret, tenant.encode(), "sha256").hexdigest()
+        return None if tenant is None else self._salt_of(tenant)
 
     @staticmethod
     def _urls(spaces: Iterable[_Space]) -> list[str]:
@@ -583,6 +871,32 @@ class Router:
         return sorted({view.spec.url for view in views if view.spec.url})
 
     # Choosing
+
+    def _routing(self, request: RouteRequest, answer: _Answer) -> RoutingRequest:
+        return RoutingRequest(
+            prompt_tokens=answer.prompt_tokens,
+            max_output_tokens=request.max_output_tokens,
+            priority=request.priority,
+            now=self._clock(),
+            chain=answer.found[0].chain or NO_CHAIN,
+            session=request.session,
+            expected_output_tokens=self._learned.output_tokens,
+        )
+
+    def _expect(self, reservation: str, answer: _Answer, chosen: Candidate) -> None:
+        """A request is on its way: what it will put into a cache, and what it will teach."""
+        now = self._clock()
+        ref = chosen.ref
+        reserved = self._reservations.pending().get(ref, _NOTHING)
+        self._learned.routed(
+            reservation, ref, tokens=reserved.tokens, decoding=reserved.requests - reserved.prefills, now=now
+        )
+        for found, view in answer.views():
+            if view.spec.ref == ref:
+                if found.chain is not None and view.incarnation is not None:
+                    keys = found.chain.keys(found.chain.blocks)
+                    self._placements.sent(reservation, view.incarnation, keys, chosen.matched_blocks, now)
+                return
 
     def _policy(self, request: RouteRequest) -> Policy:
         """One instance per known model and policy, since some remember."""
@@ -613,32 +927,43 @@ class Router:
 
     def _best_known(self, answer: _Answer) -> list[Candidate]:
         pending = self._reservations.pending()
+        placements = self._placements
+        placements.expire(self._clock())
         live: list[Candidate] = []
         lately: list[Candidate] = []
         rest: list[Candidate] = []
-        for found, view in answer.views():
-            spec = view.spec
-            if spec.role == "decode":
-                continue  # gets its prompts from a prefill replica, not from here
-            state = found.state(view)
-            depth = _NO_DEPTH
-            if state != "stale" and view.incarnation is not None:
-                depth = found.depths.get(view.incarnation, _NO_DEPTH)
-            reserved = pending.get(spec.ref, _NOTHING)
-            candidate = Candidate(
-                ref=spec.ref,
-                url=spec.url,
-                matched_blocks=depth.blocks,
-                reusable_tokens=answer.reusable(found, depth.blocks),
-                tiers=depth.tiers,
-                block_size=found.space.block_size,
-                state=state,
-                cause=found.cause(view),
-                reserved_requests=reserved.requests,
-                reserved_tokens=reserved.tokens,
-                load=view.status.load,
-            )
-            (live if state != "stale" else lately if view.state != "stale" else rest).append(candidate)
+        speed = self._learned.speed
+        for found, standings in answer.standings():
+            depths, chain, size = found.depths, found.chain, found.space.block_size
+            most = max(0, answer.prompt_tokens - 1) // size
+            for view, state, cause in standings:
+                spec, incarnation = view.spec, view.incarnation
+                ref = spec.ref
+                if spec.role == "decode":
+                    continue  # gets its prompts from a prefill replica, not from here
+                depth, blocks = _NO_DEPTH, 0
+                if state != "stale" and incarnation is not None:  # what is stale holds nothing, nor will
+                    depth = depths.get(incarnation, _NO_DEPTH)
+                    blocks = depth.blocks
+                    if chain is not None and placements.knows(incarnation):
+                        blocks = placements.depth(incarnation, chain.keys(chain.blocks), blocks)
+                reserved = pending.get(ref, _NOTHING)
+                candidate = Candidate(
+                    ref=ref,
+                    url=spec.url,
+                    matched_blocks=depth.blocks,
+                    reusable_tokens=min(blocks, most) * size,
+                    tiers=depth.tiers,
+                    block_size=size,
+                    state=state,
+                    cause=cause,
+                    reserved_requests=reserved.requests,
+                    reserved_prefills=reserved.prefills,
+                    reserved_tokens=reserved.tokens,
+                    load=view.status.load,
+                    speed=speed(ref),
+                )
+                (live if state != "stale" else lately if view.state != "stale" else rest).append(candidate)
         return live or lately or rest
 
     # Background
@@ -648,11 +973,14 @@ class Router:
             down = any(space.down for space in self._spaces.values())
             await asyncio.sleep(self.config.outage_poll_interval_s if down else self.config.poll_interval_s)
             await self._poll_once()
+            self.decisions.flush()
 
     async def _poll_once(self) -> None:
         await self._discover_if_possible()
         for space in list(self._spaces.values()):
             await self._read_fleet(space)
+        fleets = (space.fleet for space in self._spaces.values() if space.fleet)
+        self._learned.keep({view.spec.ref for fleet in fleets for view in fleet.replicas})
 
     async def _discover(self) -> None:
         """Find new namespaces. Raises StoreError."""
@@ -708,22 +1036,56 @@ class Router:
                     self._metrics.store_error(error)
                 else:
                     self._metrics.swept_pages.inc(report.pages)
+                    space.backlog = report.remaining
 
 
 _NO_DEPTH = Depth(0, (0, 0, 0))
 _NOTHING = Pending()
 
 
+def _reservations_of(store: Store, config: RouterConfig) -> Reservations:
+    """Shared with all routers on the store, where it can."""
+    if isinstance(store, SharesReservations):
+        return store.reservations(ttl_s=config.reservation_ttl_s, capacity=config.max_reservations)
+    return LocalReservations(ttl_s=config.reservation_ttl_s, capacity=config.max_reservations)
+
+
 def _deepest_first(row: tuple[int, ReplicaRef, _Found, ReplicaView, Depth]) -> tuple[int, ReplicaRef]:
     return row[0], row[1]
 
 
-def _not_trusted(field: str) -> Forbidden:
-    return Forbidden(
-        "only a trusted caller may send this field",
-        field=field,
-        remedy="leave it out, or authenticate as a caller configured as trusted",
+def _prediction(answer: _Answer, candidates: Sequence[Candidate], chosen: Candidate) -> Prediction:
+    """What feedback will be compared with."""
+    size = chosen.block_size
+    index, incarnation, spec, keys = answer.found[0].space.index, None, None, b""
+    for found in answer.found:
+        for holder, depth in found.depths.items():
+            view = found.live.get(holder)
+            if view is not None and view.spec.ref == chosen.ref and found.chain is not None:
+                blocks = min(chosen.reusable_tokens // size, depth.blocks)
+                index, incarnation, spec = found.space.index, holder, view.spec
+                keys = b"".join(found.chain.keys(blocks)[:blocks])
+    return Prediction(
+        index=index,
+        incarnation=incarnation,
+        spec=spec,
+        decided_at=time.time(),
+        keys=keys,
+        block_size=size,
+        prompt_tokens=answer.prompt_tokens,
+        whole=answer.note is None,
+        predicted_tokens=chosen.reusable_tokens,
+        indexed_tokens=len(keys) // KEY_BYTES * size,
+        diverted_tokens=max(c.reusable_tokens for c in candidates) - chosen.reusable_tokens,
     )
+
+
+def _only_trusted(caller: Caller) -> None:
+    """Decisions tell of other people's prompts: how long they are, and which prefixes they share."""
+    if not caller.trusted:
+        raise Forbidden(
+            "only a trusted caller may read decisions", remedy="ask from the router's own machine, or authenticate"
+        )
 
 
 def _no_reservation(field: str) -> NotFound:
@@ -737,7 +1099,16 @@ def _report_defect(task: asyncio.Task[None]) -> None:
         _log.error("background task %s ended for a defect of ours", task.get_name(), exc_info=error)
 
 
-def _info(space: _Space, view: ReplicaView, pending: Pending | None) -> ReplicaInfo:
+def _doubted(view: ReplicaView, doubts: Mapping[Incarnation, str]) -> str | None:
+    """Why an otherwise exact replica is not to be believed."""
+    return doubts.get(view.incarnation) if view.incarnation is not None and view.state == "exact" else None
+
+
+def _salt(secret: bytes, tenant: str) -> str:
+    return hmac.new(secret, tenant.encode(), "sha256").hexdigest()
+
+
+def _info(space: _Space, view: ReplicaView, pending: Pending | None, doubt: str | None) -> ReplicaInfo:
     spec, status, namespace = view.spec, view.status, space.index.namespace
     load, reserved = status.load, pending or _NOTHING
     return ReplicaInfo(
@@ -750,11 +1121,12 @@ def _info(space: _Space, view: ReplicaView, pending: Pending | None) -> ReplicaI
         role=spec.role,
         url=spec.url,
         events=spec.events,
-        state="stale" if space.down else view.state,
-        cause=INDEX_UNAVAILABLE if space.down else view.cause,
+        state="stale" if space.down else "degraded" if doubt else view.state,
+        cause=INDEX_UNAVAILABLE if space.down else doubt or view.cause,
         incarnation=view.incarnation,
         blocks=status.blocks,
         detached=status.detached,
+        consumer=spec.consumer,
         lag_s=status.lag_s,
         load=ReplicaLoad(
             running=None if load is None else load.running,
@@ -786,6 +1158,10 @@ class _RouterMetrics:
         self._over = counter("overpredicted_tokens", "Tokens predicted and not served")
         self._under = counter("underpredicted_tokens", "Tokens served and not predicted")
         self._feedbacks = counter("feedbacks", "Requests with feedback")
+        self._outcomes = counter("feedback_outcomes", "Requests with feedback, by what became of it", "outcome")
+        self._missed = counter("missed_tokens", "Cached tokens a request could have had, by why it did not", "cause")
+        for outcome in OUTCOMES:
+            self._outcomes.labels(outcome)
         self._store_errors = counter("store_errors", "Store operations that failed", "error")
 
     def decision(self, policy: str, reason: str) -> None:
@@ -798,6 +1174,13 @@ class _RouterMetrics:
         self._over.inc(max(0, predicted - served))
         self._under.inc(max(0, served - predicted))
 
+    def judged(self, outcome: str, missed: int, diverted: int) -> None:
+        self._outcomes.labels(outcome).inc()
+        if missed:
+            self._missed.labels(outcome).inc(missed)
+        if diverted:
+            self._missed.labels("diverted").inc(diverted)
+
     def store_error(self, error: StoreError) -> None:
         self._store_errors.labels(type(error).__name__).inc()
 
@@ -805,16 +1188,22 @@ class _RouterMetrics:
 class _FleetCollector(Collector):
     """Gauges computed when somebody scrapes, from what the router last saw."""
 
-    def __init__(self, spaces: Mapping[NamespaceId, _Space], reservations: Reservations) -> None:
+    def __init__(
+        self, spaces: Mapping[NamespaceId, _Space], reservations: Reservations, feedbacks: Feedbacks
+    ) -> None:
         self._spaces = spaces
         self._reservations = reservations
+        self._feedbacks = feedbacks
 
     def collect(self) -> Iterable[Metric]:
         fleet: Tally[tuple[str, str]] = Tally()
         causes: set[str] = set()
         for space in self._spaces.values():
             for view in space.fleet.replicas if space.fleet else ():
-                state, cause = ("stale", INDEX_UNAVAILABLE) if space.down else (view.state, view.cause)
+                doubt = _doubted(view, self._feedbacks.doubts)
+                state, cause = ("degraded", doubt) if doubt else (view.state, view.cause)
+                if space.down:
+                    state, cause = "stale", INDEX_UNAVAILABLE
                 if cause not in causes:
                     if len(causes) >= MAX_CAUSES:
                         cause = "other"
@@ -831,6 +1220,11 @@ class _FleetCollector(Collector):
             "Namespaces whose index cannot be used",
             value=sum(space.down for space in self._spaces.values()),
         )
+        yield GaugeMetricFamily(
+            "metatrie_router_sweep_backlog",
+            "Dead incarnations still to be reclaimed, as this router's last sweep left them",
+            value=sum(space.backlog for space in self._spaces.values()),
+        )
         counts = self._reservations.counts()
         yield GaugeMetricFamily("metatrie_router_reservations", "Reservations held", value=counts.held)
         yield CounterMetricFamily(
@@ -838,4 +1232,9 @@ class _FleetCollector(Collector):
         )
         yield CounterMetricFamily(
             "metatrie_router_reservations_dropped", "Reservations dropped at the bound", value=counts.dropped
+        )
+        yield CounterMetricFamily(
+            "metatrie_router_reservations_unshared",
+            "Changes of reservations other routers could not be told of",
+            value=counts.unshared,
         )

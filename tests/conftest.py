@@ -6,7 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+from hypothesis import HealthCheck, settings
 from metatrie.indexer.embedded import EmbeddedRedis
+
+# Property tests judge answers, not speed: a busy machine must not fail them.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 -- Shared by the page scripts. A page is a HASH:
---   d        table of holders, u32le each: incarnation * 4 + tier; a slot is a position in it, from 0
+--   d        table of holders, u32le each: incarnation * 4 + tier, from 0; a slot is a position in it, from 0. Tier 3
+--            is no tier but THROUGH (proto/index.py), set besides one
 --   v        per slot, u32le version and u32le count of bits set; a slot with count 0 is free for another holder,
 --            but until one takes it, it remembers the newest version its last holder wrote here
 --   o        present once the page refused a block (overflow); dropped when the page empties

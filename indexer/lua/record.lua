@@ -1,6 +1,7 @@
 -- Shared by the registry scripts. A registry is a HASH, one per namespace:
 --   g        generation: changes with every pointer, registration or state, not with a mere renewal
 --   i        newest incarnation handed out
+--   p        replication id of the server that handed it out
 --   h<ref>   header of a replica's record, the only part scripts look into
 --   s<ref>   what was declared about the replica (opaque)
 --   t<ref>   what its consumer last reported (opaque)
@@ -10,6 +11,12 @@ local HEADER = '<I4I4ddHc0Hc0'
 local function now_ms()
   local time = redis.call('TIME')
   return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- Names the server's history of writes: another server that took over has another one. Empty if we may not ask.
+local function replication_id()
+  local info = redis.pcall('INFO', 'replication')
+  return type(info) == 'string' and string.match(info, 'master_replid:(%x+)') or ''
 end
 
 local function read_record(registry, ref)

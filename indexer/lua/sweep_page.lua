@@ -9,7 +9,7 @@ if not holders then return 0 end
 local blocks = redis.call('HLEN', page) - (found[3] and 3 or 2)
 
 local slots, held = {}, 0
-for tier = 1, 3 do
+for tier = 1, 4 do
   slots[tier] = find_slot(holders, base + tier - 1)
   if slots[tier] then
     local _, count = struct.unpack('<I4I4', states, slots[tier] * 8 + 1)
@@ -25,7 +25,7 @@ if held > 0 then
     local key, bitmap = all[i], all[i + 1]
     if #key == 8 then
       local out = bitmap
-      for tier = 1, 3 do
+      for tier = 1, 4 do
         if slots[tier] then out = with_bit(out, slots[tier], false) end
       end
       if out == '' then

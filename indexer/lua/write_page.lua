@@ -12,8 +12,8 @@ for at = 1, #entries, 9 do fields[#fields + 1] = string.sub(entries, at, at + 7)
 local found = redis.call('HMGET', page, unpack(fields))
 local holders, states, marked = found[1] or '', found[2] or '', found[3]
 
-local slots, counts = {}, {0, 0, 0}
-for tier = 1, 3 do
+local slots, counts = {}, {0, 0, 0, 0}
+for tier = 1, 4 do
   local slot = find_slot(holders, base + tier - 1)
   if slot then
     local newest, count = struct.unpack('<I4I4', states, slot * 8 + 1)
@@ -27,7 +27,8 @@ local function take_slot(tier)
   repeat
     at = string.find(states, '\0\0\0\0', at + 1, true)
     local slot = at and (at - 5) / 8
-  until not at or (at % 8 == 5 and slot ~= slots[1] and slot ~= slots[2] and slot ~= slots[3])
+  until not at or (at % 8 == 5 and slot ~= slots[1] and slot ~= slots[2] and slot ~= slots[3]
+      and slot ~= slots[4])
   local slot = at and (at - 5) / 8 or #holders / 4
   holders = splice(holders, slot * 4 + 1, struct.pack('<I4', base + tier - 1))
   states = set_state(states, slot, version, 0)
@@ -41,8 +42,8 @@ local function apply(bitmap, tiers)
   if not of_tiers then of_tiers = {}; done[tiers] = of_tiers end
   local result = of_tiers[bitmap]
   if result then return result end
-  local out, change = bitmap, {0, 0, 0}
-  for tier = 1, 3 do
+  local out, change = bitmap, {0, 0, 0, 0}
+  for tier = 1, 4 do
     local want = math.floor(tiers / 2 ^ (tier - 1)) % 2 == 1
     if want and not slots[tier] then take_slot(tier) end
     if slots[tier] then out, change[tier] = with_bit(out, slots[tier], want) end
@@ -69,7 +70,7 @@ for i = 4, #fields do
       local result = apply(bitmap or '', tiers)
       local out, change = result[1], result[2]
       if not bitmap then blocks = blocks + 1 end
-      for tier = 1, 3 do counts[tier] = counts[tier] + change[tier] end
+      for tier = 1, 4 do counts[tier] = counts[tier] + change[tier] end
       if out == '' then
         gone[#gone + 1] = key
         blocks = blocks - 1
@@ -80,8 +81,8 @@ for i = 4, #fields do
   end
 end
 -- Even a removal of nothing leaves its version behind, so that an older command still on its way loses.
-if not (slots[1] or slots[2] or slots[3]) then take_slot(1) end
-for tier = 1, 3 do
+if not (slots[1] or slots[2] or slots[3] or slots[4]) then take_slot(1) end
+for tier = 1, 4 do
   if slots[tier] then states = set_state(states, slots[tier], version, counts[tier]) end
 end
 if holders ~= found[1] then set[#set + 1], set[#set + 2] = 'd', holders end
@@ -94,4 +95,4 @@ redis.call('HSET', page, unpack(set))
 if blocks == 0 and marked then gone[#gone + 1] = 'o' end
 if #gone > 0 then redis.call('HDEL', page, unpack(gone)) end
 redis.call('PEXPIRE', page, ttl)
-return {counts[1] + counts[2] + counts[3], table.concat(refused)}
+return {counts[1] + counts[2] + counts[3] + counts[4], table.concat(refused)}

@@ -92,6 +92,26 @@ async def test_a_running_lease_keeps_other_owners_out(harness: Any) -> None:
     assert list((await harness.index.fleet()).live()) == [claim.incarnation]
 
 
+async def test_who_is_kept_out_learns_for_how_long(harness: Any) -> None:
+    await harness.claim(owner="first", lease_s=LONG)
+    with pytest.raises(Superseded) as caught:
+        await harness.claim(owner="second")
+    assert LONG / 2 < caught.value.retry_s <= LONG
+
+
+async def test_a_store_that_keeps_everything_stays_witness_to_it(harness: Any) -> None:
+    before = await harness.index.witness()
+    claim = await harness.claim()
+    prompt = harness.prompt(40)
+    await harness.index.write(claim.incarnation, 1, prompt.writes())
+    await harness.index.write(claim.incarnation, 2, prompt.writes(tiers=0))
+    await harness.claim("b")
+    await harness.index.release(A, owner="owner")
+    while (await harness.index.sweep(pages=100, grace_s=0)).pages:
+        pass
+    assert await harness.index.witness() == before
+
+
 async def test_a_takeover_after_the_lease_supersedes_the_old_owner_in_every_way(harness: Any) -> None:
     index = harness.index
     old = await harness.claim(owner="first", lease_s=SHORT)
@@ -666,6 +686,17 @@ async def test_concurrent_sweeps_do_not_get_in_each_others_way(harness: Any) -> 
     assert await index.held(old.incarnation) == {}
 
 
+async def test_a_sample_of_what_is_held_is_some_whole_pages_of_it(harness: Any) -> None:
+    claim = await harness.claim()
+    prompt = harness.prompt(320)
+    await harness.index.write(claim.incarnation, 1, prompt.writes())
+    everything = await harness.index.held(claim.incarnation)
+    assert await harness.index.held(claim.incarnation, pages=100) == everything
+    sample = await harness.index.held(claim.incarnation, pages=3)
+    assert len(sample) == 3 * 32
+    assert sample.items() <= everything.items()
+
+
 # Namespaces
 
 
@@ -674,15 +705,19 @@ async def test_namespaces_are_announced_once_and_share_nothing(harness: Any) -> 
     other = await store.open(Namespace(model="m", block_size=4, kv_dtype="fp8"))
     again = await store.open(harness.index.namespace)
     await store.ping()
+    assert await store.namespaces() == []
+    for _ in range(2):
+        claim = await harness.claim()
+    assert await store.namespaces() == [harness.index.namespace]
+    await other.claim(ReplicaSpec(ref=A, engine="vllm"), owner="owner", lease_s=LONG, activate=True)
     assert {n.id for n in await store.namespaces()} == {harness.index.namespace.id, other.namespace.id}
     assert len(await store.namespaces()) == 2
-    claim = await harness.claim()
     prompt = harness.prompt(10)
     await harness.index.write(claim.incarnation, 1, prompt.writes())
     assert (await again.match(prompt.chain())).depths == {claim.incarnation: Depth(10, (10, 0, 0))}
     match = await other.match(prompt.chain())
     assert match.depths == {}
-    assert match.fleet.replicas == ()
+    assert [view.spec.ref for view in match.fleet.replicas] == [A]
 
 
 async def test_a_thousand_replicas_share_a_prefix(harness: Any) -> None:

@@ -114,8 +114,9 @@ async def test_a_missing_permission_is_named(own_server: EmbeddedRedis, kit: Any
     with redis.Redis.from_url(own_server.url) as client:
         client.execute_command("ACL", "SETUSER", "reader", "on", ">s3cret", "~other:*", "+@all")
     store = await connect(own_server.url.replace("unix://", "unix://reader:s3cret@"))
+    index = await store.open(kit.namespace)
     with pytest.raises(StoreRefused, match="permission"):
-        await store.open(kit.namespace)
+        await index.fleet()
 
 
 async def test_a_crashed_server_is_unavailable_and_usable_when_it_is_back(
@@ -262,3 +263,71 @@ async def test_what_a_zombie_writes_to_a_swept_page_is_refused(redis_url: str, k
     await index.write(old, 2, kit.writes(prompt))
     assert await index.held(old) == {}
     assert await kit.depths(index, prompt) == {other: 5}
+
+
+async def test_a_store_that_evicts_at_will_grants_no_claim(own_server: EmbeddedRedis, kit: Any, connect: Any) -> None:
+    index = await (await connect(own_server.url)).open(kit.namespace)
+    with redis.Redis.from_url(own_server.url) as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        with pytest.raises(StoreRefused, match="allkeys-lru"):
+            await kit.claim(index)
+        client.config_set("maxmemory-policy", "noeviction")
+        await kit.claim(index)
+
+
+@pytest.mark.parametrize("loss", ["flush", "restart", "canary"])
+async def test_a_store_that_forgot_is_no_witness_any_more(
+    own_server: EmbeddedRedis, kit: Any, connect: Any, loss: str
+) -> None:
+    index = await (await connect(own_server.url)).open(kit.namespace)
+    before = await index.witness()
+    if loss == "restart":
+        own_server.kill()
+        own_server.start()
+    else:
+        with redis.Redis.from_url(own_server.url) as client:
+            if loss == "flush":
+                client.flushall()
+            else:
+                assert sum(client.delete(key) for key in client.scan_iter(b"mt:c:*")) == 1
+    after = await _until_it_works(index.witness)
+    assert after != before
+    assert await index.witness() == after
+
+
+async def test_what_another_server_brought_back_is_never_claimed_again(
+    own_server: EmbeddedRedis, kit: Any, connect: Any
+) -> None:
+    """A promoted replica may lack the newest claims: their numbers must not be handed out a second time."""
+    index = await (await connect(own_server.url)).open(kit.namespace)
+    prompt = kit.prompt(3)
+    registry = b"mt:{%s}:r" % kit.namespace.id.encode()
+    await kit.claim(index, "a")
+    with redis.Redis.from_url(own_server.url) as client, EmbeddedRedis(tcp=True) as replica:
+        replicated = client.hgetall(registry)
+        lost = [await kit.claim(index, f"r{i}") for i in range(50)]
+        for incarnation in lost:
+            await index.write(incarnation, 1, kit.writes(prompt))
+        generation = int(client.hget(registry, b"g"))
+        promoted = await (await connect(replica.url)).open(kit.namespace)
+        with redis.Redis.from_url(replica.url) as other:
+            other.hset(registry, mapping=replicated)
+            assert await kit.claim(promoted, "b") not in lost
+            assert int(other.hget(registry, b"g")) > generation
+            second = await kit.claim(promoted, "c")
+            assert second == int(other.hget(registry, b"i"))
+            assert second - int(replicated[b"i"]) < 70_000
+
+
+async def test_a_user_who_may_not_ask_for_the_history_still_has_a_witness(
+    own_server: EmbeddedRedis, kit: Any, connect: Any
+) -> None:
+    with redis.Redis.from_url(own_server.url) as client:
+        client.execute_command("ACL", "SETUSER", "metatrie", "on", ">s3cret", "~mt:*", "+@all", "-info", "-config")
+    index = await (await connect(own_server.url.replace("unix://", "unix://metatrie:s3cret@"))).open(kit.namespace)
+    before = await index.witness()
+    await kit.claim(index)
+    assert await index.witness() == before
+    with redis.Redis.from_url(own_server.url) as client:
+        client.flushall()
+    assert await index.witness() != before

@@ -171,7 +171,7 @@ def test_every_script_touches_one_key() -> None:
         assert not re.search(r"KEYS\[(?!1\])", text), path.name
         # Every command a script calls names the one key, by the name it gave it.
         for key in re.findall(r"redis\.call\('(?!TIME)\w+',\s*([\w\[\]]+)", text):
-            assert key in {"KEYS[1]", "page", "registry"}, (path.name, key)
+            assert key in {"KEYS[1]", "page", "registry", "key"}, (path.name, key)
 
 
 @pytest.fixture(scope="module")
@@ -197,10 +197,10 @@ async def test_the_same_index_on_a_cluster(cluster: list[EmbeddedRedis], kit: An
     store = await connect(f"redis+cluster://127.0.0.1:{cluster[0].port}", page_limit=8)
     await store.ping()
     index = await store.open(kit.namespace)
-    assert [namespace.id for namespace in await store.namespaces()] == [kit.namespace.id]
     prompts = [kit.prompt(300)]
     prompts += [kit.prompt(150, of=prompts[0], shared=40 + i) for i in range(10)]
     one, two = await kit.claim(index, "a"), await kit.claim(index, "b")
+    assert [namespace.id for namespace in await store.namespaces()] == [kit.namespace.id]
     await index.write(one, 1, [w for prompt in prompts for w in kit.writes(prompt)])
     await index.write(two, 1, kit.writes(prompts[0], tiers=3))
     assert await kit.depths(index, prompts[0]) == {one: 300, two: 300}
@@ -221,8 +221,8 @@ async def test_the_same_index_on_a_cluster(cluster: list[EmbeddedRedis], kit: An
 
 
 async def test_a_cluster_node_is_no_single_server(cluster: list[EmbeddedRedis], kit: Any, connect: Any) -> None:
-    opened = [(await connect(server.url)).open(kit.namespace) for server in cluster]
-    outcomes = await asyncio.gather(*opened, return_exceptions=True)
+    opened = [await (await connect(server.url)).open(kit.namespace) for server in cluster]
+    outcomes = await asyncio.gather(*(index.fleet() for index in opened), return_exceptions=True)
     (refusal,) = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     assert isinstance(refusal, StoreRefused)
     assert "redis+cluster://" in str(refusal)

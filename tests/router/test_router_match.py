@@ -11,9 +11,8 @@ import msgspec
 import pytest
 from aiohttp import web
 from metatrie.indexer.connect import open_store
-from metatrie.indexer.http_api import BearerAuth
 from metatrie.indexer.memory import MemoryStore
-from metatrie.indexer.router import Caller
+from metatrie.indexer.tenants import BearerAuth, Caller
 from metatrie.proto.api import MAX_PROMPT_TOKENS
 from metatrie.proto.hashing import MediaItem, Namespace, PromptExtras
 from metatrie.proto.index import ReplicaRef, ReplicaStatus, Tier
@@ -44,6 +43,18 @@ async def refused(api: Api, status: int, body: object, **headers: str) -> Any:
 
 
 # Answers
+
+
+async def test_roles_are_told_where_prefill_and_decode_are_separate(api: Api, hold: Hold) -> None:
+    await hold("prefiller", TOKENS, blocks=3, role="prefill")
+    await hold("decoder", TOKENS, blocks=2, role="decode")
+    await hold("either", TOKENS, blocks=1)
+    answer = await api.match(token_ids=TOKENS)
+    assert [(r["replica"], r.get("role")) for r in answer["replicas"]] == [
+        ("prefiller", "prefill"),
+        ("decoder", "decode"),
+        ("either", None),
+    ]
 
 
 async def test_replicas_are_listed_deepest_first_with_all_that_was_promised(api: Api, hold: Hold) -> None:

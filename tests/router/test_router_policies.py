@@ -167,7 +167,7 @@ def test_an_explanation_names_terms_winner_and_the_better_one_that_was_ruled_out
 @pytest.mark.parametrize(
     ("name", "parameters", "field", "remedy"),
     [
-        ("best", {}, "policy", "round_robin, affinity_only, hybrid"),
+        ("best", {}, "policy", ", ".join(POLICIES)),
         ("hybrid", {"skew": 1}, "policy.skew", "max_skew"),
         ("hybrid", {"max_skew": -1}, "policy.max_skew", "hybrid"),
         ("hybrid", {"max_skew": "1"}, "policy.max_skew", "hybrid"),

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from metatrie.indexer.http_api import BearerAuth, make_app
+from metatrie.indexer.http_api import make_app
 from metatrie.indexer.memory import MemoryStore
-from metatrie.indexer.router import Caller, Router, RouterConfig
+from metatrie.indexer.router import Router, RouterConfig
+from metatrie.indexer.tenants import BearerAuth, Caller
 from metatrie.proto.hashing import Namespace
 from metatrie.proto.http import HttpServer
 from metatrie.proto.index import ReplicaRef, ReplicaSpec

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from metatrie.indexer.http_api import BearerAuth, endpoints, make_app, trust_loopback
+from metatrie.indexer.http_api import endpoints, make_app, trust_loopback
 from metatrie.indexer.memory import MemoryStore
-from metatrie.indexer.router import MAX_CAUSES, Caller, Router, RouterConfig
+from metatrie.indexer.router import MAX_CAUSES, Router, RouterConfig
+from metatrie.indexer.tenants import BearerAuth, Caller
 from metatrie.proto.api import RegisterReplica, ReplicaInfo, ReplicaLoad
 from metatrie.proto.errors import Conflict
 from metatrie.proto.hashing import Namespace

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,18 +89,18 @@ async def test_totals_always_equal_the_sum_of_what_is_held(steps: list[tuple[str
     clock = Clock()
     reservations = LocalReservations(ttl_s=10, capacity=8, clock=clock)
     model: dict[str, list[float]] = {}
-    """Deadline, tokens and replica of each one held, oldest first."""
+    """Deadline, tokens, replica and whether it prefills of each one held, oldest first."""
     for step, n in steps:
         match step:
             case "a":
                 if len(model) == 8:
                     del model[next(iter(model))]
                 added = await reservations.add((A, B)[n % 2], predicted_tokens=n, uncached_tokens=n)
-                model[added.id] = [clock.now + 10, n, n % 2]
+                model[added.id] = [clock.now + 10, n, n % 2, 1]
             case "p" if model:
                 reservation = list(model)[n % len(model)]
                 assert await reservations.end_prefill(reservation) is not None
-                model[reservation][1] = 0
+                model[reservation][1] = model[reservation][3] = 0
             case "f" if model:
                 reservation = list(model)[n % len(model)]
                 assert await reservations.free(reservation)
@@ -110,10 +108,8 @@ async def test_totals_always_equal_the_sum_of_what_is_held(steps: list[tuple[str
             case "t":
                 clock.now += n
                 model = {key: value for key, value in model.items() if value[0] > clock.now}
-        requests = Counter((A, B)[int(which)] for _, _, which in model.values())
-        expected = {
-            ref: Pending(count, sum(int(t) for _, t, which in model.values() if (A, B)[int(which)] == ref))
-            for ref, count in requests.items()
-        }
+        expected: dict[ReplicaRef, Pending] = {}
+        for _, tokens, which, prefills in model.values():
+            expected.setdefault((A, B)[int(which)], Pending()).change(1, int(prefills), int(tokens))
         assert reservations.pending() == expected
         assert reservations.counts().held == len(model)

@@ -25,6 +25,7 @@ async def test_the_holder_is_chosen_and_its_load_reserved(api: Api, hold: Hold) 
     await hold("other")
     routed = await api.route(token_ids=TOKENS, max_output_tokens=64, priority=-1)
     reservation = routed.pop("reservation")
+    assert len(routed.pop("decision")) == 16
     assert routed == {
         "model": "m",
         "replica": "holder",
@@ -36,8 +37,8 @@ async def test_the_holder_is_chosen_and_its_load_reserved(api: Api, hold: Hold) 
         "reusable_tokens": 64,
         "state": "exact",
         "index": "ok",
-        "policy": "hybrid",
-        "reason": "deepest",
+        "policy": "priced_delay",
+        "reason": "cheapest",
     }
     listed = (await api.call("GET", "/v1/replicas?model=m")).json["replicas"]
     reserved = {r["replica"]: (r["load"]["reserved_requests"], r["load"]["reserved_tokens"]) for r in listed}
@@ -51,7 +52,7 @@ async def test_the_holder_is_chosen_and_its_load_reserved(api: Api, hold: Hold) 
 async def test_a_burst_on_one_prefix_spreads_by_the_configured_skew(
     store: MemoryStore, serve_api: ServeApi, hold: Hold
 ) -> None:
-    api = await serve_api(store, RouterConfig(policies={"hybrid": {"max_skew": 2}}))
+    api = await serve_api(store, RouterConfig(policy="hybrid", policies={"hybrid": {"max_skew": 2}}))
     for name in ("holder", "a", "b"):
         await hold(name, TOKENS if name == "holder" else ())
     chosen = Counter([(await api.route(token_ids=TOKENS))["replica"] for _ in range(30)])
@@ -63,7 +64,8 @@ async def test_a_burst_on_one_prefix_spreads_by_the_configured_skew(
 async def test_a_request_may_name_its_policy(api: Api, hold: Hold) -> None:
     for name in "abc":
         await hold(name, TOKENS if name == "c" else ())
-    turns = [(await api.route(token_ids=TOKENS, policy="round_robin"))["replica"] for _ in range(4)]
+    other = list(range(2000, 2100))
+    turns = [(await api.route(token_ids=other, policy="round_robin"))["replica"] for _ in range(4)]
     assert turns == ["a", "b", "c", "a"]
     routed = await api.route(token_ids=TOKENS, policy="affinity_only")
     assert (routed["replica"], routed["policy"]) == ("c", "affinity_only")
@@ -91,9 +93,9 @@ async def test_unknown_policies_are_refused_with_the_choices(api: Api, hold: Hol
 async def test_an_explanation_is_given_on_request_only(api: Api, hold: Hold) -> None:
     await hold("holder", TOKENS)
     await hold("other")
-    assert "explanation" not in await api.route(token_ids=TOKENS)
     explanation = (await api.route(token_ids=TOKENS, explain=True))["explanation"]
-    assert explanation["policy"] == "hybrid"
+    assert "explanation" not in await api.route(token_ids=TOKENS)
+    assert explanation["policy"] == "priced_delay"
     assert explanation["alternative"] == "other/0"
     assert [(c["replica"], c["terms"]["reusable_tokens"]) for c in explanation["candidates"]] == [
         ("holder", 96),
@@ -105,7 +107,7 @@ async def test_engine_reported_load_counts(api: Api, hold: Hold) -> None:
     await hold("busy", TOKENS, status=ReplicaStatus(load=Load(running=20, waiting=5, kv_usage=0.5)))
     await hold("idle", status=ReplicaStatus(load=Load()))
     routed = await api.route(token_ids=TOKENS)
-    assert (routed["replica"], routed["reason"]) == ("idle", "constraint")
+    assert (routed["replica"], routed["reason"]) == ("idle", "cheapest")
     (busy, idle) = (await api.call("GET", "/v1/replicas")).json["replicas"]
     assert (busy["load"]["running"], busy["load"]["waiting"], busy["load"]["kv_usage"]) == (20, 5, 0.5)
     assert idle["load"]["running"] == 0
@@ -161,9 +163,11 @@ async def test_degraded_replicas_are_candidates_like_others(api: Api, hold: Hold
 
 async def test_feedback_ends_the_prefill_and_compares_prediction_with_service(api: Api, hold: Hold) -> None:
     await hold("r", TOKENS, blocks=4)
-    over, under = [(await api.route(token_ids=TOKENS))["reservation"] for _ in range(2)]
+    tails = TOKENS[64:], list(range(2000, 2036))
+    over, under = [(await api.route(token_ids=TOKENS[:64] + tail))["reservation"] for tail in tails]
     answer = await api.call("POST", "/v1/feedback", {"reservation": over, "cached_tokens": 16, "usage": {}})
-    assert answer.json == {"reservation": over, "predicted_tokens": 64, "served_tokens": 16, "freed": False}
+    expected = {"reservation": over, "predicted_tokens": 64, "served_tokens": 16, "freed": False}
+    assert answer.json == {**expected, "outcome": "stale_index"}
     (replica,) = (await api.call("GET", "/v1/replicas")).json["replicas"]
     assert (replica["load"]["reserved_requests"], replica["load"]["reserved_tokens"]) == (2, 36)
 
