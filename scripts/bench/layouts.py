@@ -1,0 +1,225 @@
+"""The same work in three Redis layouts: processor time of the server per block written, removed and looked up (all
+in: parsing and replies, too), and bytes per block.
+
+- *metatrie*: pages of 32 depths, through this package's own backend.
+- *llm-d*: a HASH per block, one JSON field per pod, and a ZSET that maps each engine hash to its request key; a
+  removal reads the map, deletes the field, looks whether the block is still held, and deletes the map.
+- *kthena*: a HASH per block, one field per pod, and a STRING that maps each engine hash to its block.
+
+The two others are written down here from their projects' documentation. Their writes and queries are pipelined; so
+are kthena's removals, while llm-d's take a round trip per step and block, as it does them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, cast
+
+from redis.asyncio import Redis
+
+from ...indexer.connect import open_store
+from ...proto.hashing import BlockKey, Namespace
+from ...proto.index import PAGE_SPAN, BlockWrite, Incarnation, Index, PageHead, ReplicaRef, ReplicaSpec, TierMask
+from .measure import Figure, memory_bytes, server_cpu_us
+
+_REPLICAS = 64
+_CONVERSATIONS = 150
+_REMOVED = 20
+_BLOCKS = 224
+_SYSTEM = 96
+_BATCH = 32
+
+
+class _Layout(Protocol):
+    async def write(self, replica: int, chain: Sequence[BlockKey], start: int, stop: int) -> None: ...
+
+    async def remove(self, replica: int, chain: Sequence[BlockKey], start: int, stop: int) -> None: ...
+
+    async def query(self, chain: Sequence[BlockKey]) -> None: ...
+
+
+class _KnownChain:
+    """A chain whose keys are given: hashing is no part of this comparison."""
+
+    def __init__(self, keys: Sequence[BlockKey]) -> None:
+        self.block_size = 16
+        self.blocks = len(keys)
+        self._keys = list(keys)
+
+    def keys(self, count: int) -> list[BlockKey]:
+        return self._keys
+
+
+class Pages:
+    """Writes and queries of an index, by replica number and known keys."""
+
+    def __init__(self, index: Index, incarnations: Sequence[Incarnation]) -> None:
+        self._index, self._incarnations, self._version = index, incarnations, 0
+
+    async def write(self, replica: int, chain: Sequence[BlockKey], start: int, stop: int, tiers: int = 1) -> None:
+        self._version += 1
+        blocks = [
+            BlockWrite(chain[i], chain[i - 1] if i else None, PageHead(chain[i - i % PAGE_SPAN]), i, TierMask(tiers))
+            for i in range(start, stop)
+        ]
+        await self._index.write(self._incarnations[replica], self._version, blocks if tiers else blocks[::-1])
+
+    async def remove(self, replica: int, chain: Sequence[BlockKey], start: int, stop: int) -> None:
+        await self.write(replica, chain, start, stop, 0)
+
+    async def query(self, chain: Sequence[BlockKey]) -> None:
+        await self._index.match(_KnownChain(chain))  # type: ignore[arg-type]  # all that is used of a Chain
+
+
+class _HashPerBlock:
+    """llm-d's and kthena's, which differ in their map from engine hashes and in how a block is read."""
+
+    def __init__(self, client: Redis, *, zset: bool) -> None:
+        self._client, self._zset = client, zset
+
+    @staticmethod
+    def _field(replica: int) -> str:
+        return f'{{"pod":"10.0.{replica}.1:8000","tier":"gpu"}}'
+
+    async def write(self, replica: int, chain: Sequence[BlockKey], start: int, stop: int) -> None:
+        pipe = self._client.pipeline(transaction=False)
+        for key in chain[start:stop]:
+            name = str(int.from_bytes(key, "big"))
+            pipe.hset(name, self._field(replica), "1700000000")
+            if self._zset:
+                pipe.zadd(f"engine:{name}", {name: 0})
+            else:
+                pipe.set(f"engine:{name}", name)
+        await pipe.execute()
+
+    async def remove(self, replica: int, chain: Sequence[BlockKey], start: int, stop: int) -> None:
+        names = [str(int.from_bytes(key, "big")) for key in reversed(chain[start:stop])]
+        client, field = self._client, self._field(replica)
+        run = cast(Callable[..., Awaitable[object]], client.execute_command)  # redis-py leaves it untyped
+        if self._zset:
+            for name in names:
+                await run("ZRANGE", f"engine:{name}", 0, -1)
+                await run("HDEL", name, field)
+                await run("HLEN", name)
+                await run("DEL", f"engine:{name}")
+            return
+        pipe = client.pipeline(transaction=False)
+        for name in names:
+            pipe.get(f"engine:{name}")
+            pipe.hdel(name, field)
+            pipe.delete(f"engine:{name}")
+        await pipe.execute()
+
+    async def query(self, chain: Sequence[BlockKey]) -> None:
+        pipe = self._client.pipeline(transaction=False)
+        for key in chain:
+            name = str(int.from_bytes(key, "big"))
+            if self._zset:
+                pipe.hkeys(name)
+            else:
+                pipe.hgetall(name)
+        await pipe.execute()
+
+
+async def layouts(url: str, rng: random.Random) -> list[Figure]:
+    """Writes, removals and queries in every layout."""
+    system = [keys_of(rng, _SYSTEM) for _ in range(8)]
+    chains = [rng.choice(system) + keys_of(rng, _BLOCKS) for _ in range(_CONVERSATIONS)]
+    homes = [rng.sample(range(_REPLICAS), 1 if rng.random() < 0.9 else 2) for _ in chains]
+    client: Redis = Redis.from_url(url)
+    figures = []
+    costs: dict[str, tuple[float, float]] = {}
+    try:
+        for name in ("metatrie", "llm-d", "kthena"):
+            await client.flushall()
+            layout: _Layout
+            if name == "metatrie":
+                store = await open_store(url)
+                layout = await register(await store.open(Namespace(model="layouts")), _REPLICAS)
+            else:
+                layout = _HashPerBlock(client, zset=name == "llm-d")
+            entries, before = 0, await server_cpu_us(client)
+            for chain, replicas in zip(chains, homes, strict=True):
+                for replica in replicas:
+                    for start in range(0, len(chain), _BATCH):
+                        await layout.write(replica, chain, start, min(start + _BATCH, len(chain)))
+                    entries += len(chain)
+            written = await server_cpu_us(client)
+            for chain in chains:
+                await layout.query(chain + keys_of(rng, 32))
+            queried = await server_cpu_us(client)
+            gone = 0
+            for chain, replicas in list(zip(chains, homes, strict=True))[:_REMOVED]:
+                for replica in replicas:
+                    gone += len(chain)
+                    for start in reversed(range(0, len(chain), _BATCH)):
+                        await layout.remove(replica, chain, start, min(start + _BATCH, len(chain)))
+            removed = await server_cpu_us(client)
+            writing = (written - before) / entries
+            removing, query = (removed - queried) / gone, (queried - written) / len(chains)
+            if name == "metatrie":
+                await store.close()
+            costs[name] = writing + removing, query
+            figures += [
+                Figure(f"{name}: write, server", "block", writing),
+                Figure(f"{name}: remove, server", "block", removing),
+                Figure(f"{name}: query of {_SYSTEM + _BLOCKS + 32} blocks, server", "query", query),
+            ]
+    finally:
+        await client.aclose()
+    for other in ("llm-d", "kthena"):
+        ratios = [theirs / ours for theirs, ours in zip(costs[other], costs["metatrie"], strict=True)]
+        figures += [
+            Figure(f"{other} ÷ metatrie: writes and removals", "block", ratios[0], "×", "≥ 10"),
+            Figure(f"{other} ÷ metatrie: queries", "query", ratios[1], "×", "≥ 10"),
+        ]
+    return figures
+
+
+async def footprint(url: str, rng: random.Random) -> list[Figure]:
+    """Bytes the server keeps, pages and page sets and all."""
+    client: Redis = Redis.from_url(url)
+    figures = []
+    try:
+        for what, conversations, length, sharers, limit, per in (
+            ("unique blocks", 400, 256, 1, "≤ 30", "entry"),
+            ("blocks shared by 8 replicas", 200, 256, 8, "≤ 8", "entry"),
+            ("a prefix of 100 blocks on 1,000 replicas", 1, 100, 1000, "≤ 1,000", "block"),
+        ):
+            await client.flushall()
+            store = await open_store(url)
+            pages = await register(await store.open(Namespace(model="footprint")), max(8, sharers))
+            before = await memory_bytes(client)
+            for _ in range(conversations):
+                chain = keys_of(rng, length)
+                for replica in range(sharers):
+                    await pages.write(replica, chain, 0, length)
+            entries = conversations * length * (sharers if per == "entry" else 1)
+            grown = await memory_bytes(client) - before
+            heads = [key async for key in client.scan_iter(match="mt:p:*", count=1000)]
+            used = [await client.memory_usage(key, samples=0) for key in heads]
+            figures.append(
+                Figure(f"Redis memory, {what}: pages", per, sum(u or 0 for u in used) / entries, "bytes", limit)
+            )
+            figures.append(Figure(f"Redis memory, {what}: and page sets", per, grown / entries, "bytes"))
+            await store.close()
+        await client.flushall()
+    finally:
+        await client.aclose()
+    return figures
+
+
+async def register(index: Index, replicas: int) -> Pages:
+    """That many replicas, leased for as long as anything here takes."""
+    incarnations = []
+    for i in range(replicas):
+        spec = ReplicaSpec(ref=ReplicaRef(f"r{i}"), engine="vllm")
+        claim = await index.claim(spec, owner="bench", lease_s=3600, activate=True)
+        incarnations.append(claim.incarnation)
+    return Pages(index, incarnations)
+
+
+def keys_of(rng: random.Random, count: int) -> list[BlockKey]:
+    """Random keys."""
+    return [BlockKey(rng.randbytes(8)) for _ in range(count)]
