@@ -6,7 +6,10 @@ A tool with a command of its own keeps it beside its code, in scripts/; what com
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -14,26 +17,31 @@ import msgspec
 from rich.console import Console
 
 from . import __version__
-from .consumers.consumer import ReplicaConfig
-from .consumers.sidecar import ConsumerCollector, SidecarConfig, run_sidecar
+from .consumers.sidecar import ConsumerCollector, SidecarConfig, blocks_handler, run_sidecar
 from .engines.core import EngineConfig
 from .engines.rules import rule_for
 from .engines.scheduler import ServiceModel
 from .engines.worker import EngineWorker, run_engine
 from .indexer.connect import open_store
-from .indexer.http_api import Registrar, make_app
+from .indexer.http_api import Registrar, make_app, trust_loopback
+from .indexer.proxy import Proxy, ProxyConfig
 from .indexer.router import Router, RouterConfig
+from .indexer.tenants import Tenants, load_tenants
 from .proto.hashing import DEFAULT_HASH_SEED
 from .proto.http import HttpServer
 from .proto.index import Store
-from .scripts import bench
+from .scripts import audit, bench, chaos, check, explain, front_door, record, relay, replay, top
 from .scripts.cli import (
+    MODELS_TABLE,
     POLICIES_TABLE,
-    REPLICAS_TABLE,
+    PROXY_TABLE,
     Program,
     common_options,
+    decision_options,
     declared_namespace,
     file_table,
+    followed_replicas,
+    front_door_options,
     lease_option,
     listen_options,
     policy_option,
@@ -41,35 +49,67 @@ from .scripts.cli import (
     refresh_option,
     run_process,
     say_ready,
+    stream_options,
     structured,
     until,
 )
 from .scripts.demo import demonstrate
 from .scripts.serve import LocalConsumers
+from .scripts.simulate import command as simulate
 from .scripts.stack import StackConfig, running
+from .scripts.workers import SHARED_PORT, run_workers
 from .scripts.workload import WorkloadConfig
+
+
+class _FrontDoor(msgspec.Struct, frozen=True, kw_only=True):
+    """Who may call a router, and how it treats engines."""
+
+    proxy: ProxyConfig
+    tenants: Tenants | None
+    engine_api_key: str | None
 
 
 async def _serve_router(
     store: Store,
     config: RouterConfig,
+    front: _FrontDoor,
     stop: asyncio.Event,
     *,
     kind: str,
     consumers: LocalConsumers | None = None,
 ) -> None:
-    async with Router(store, config) as router:
+    tenants = front.tenants
+    salt_of = None if tenants is None else tenants.salt_of
+    async with (
+        Router(store, config, salt_of=salt_of, witness=consumers) as router,
+        Proxy(router, front.proxy, engine_api_key=front.engine_api_key) as proxy,
+    ):
         if consumers is not None:
             router.registry.register(ConsumerCollector(consumers.consumers))
         registrar: Registrar | None = consumers
-        async with HttpServer(make_app(router, registrar=registrar), host=config.host, port=config.port) as server:
+        authenticate = tenants or trust_loopback
+        app = make_app(router, registrar=registrar, authenticate=authenticate, proxy=proxy)
+        if consumers is not None:
+            ask = blocks_handler(consumers.consumers, lambda request: authenticate(request).only_trusted("keys"))
+            app.router.add_post("/v1/blocks", ask)
+        shared = bool(os.environ.get(SHARED_PORT))
+        async with HttpServer(app, host=config.host, port=config.port, share_port=shared) as server:
             say_ready(kind, url=server.url)
             await stop.wait()
 
 
 def _router_config(context: click.Context, **options: Any) -> RouterConfig:
     policies: Mapping[str, Mapping[str, float]] = file_table(context, POLICIES_TABLE) or {}
-    return structured("router", RouterConfig, {**options, "policies": policies})
+    models: Mapping[str, Any] = file_table(context, MODELS_TABLE) or {}
+    return structured("router", RouterConfig, {**options, "policies": policies, "models": models})
+
+
+def _front_door(context: click.Context, tenants: Path | None, engine_api_key: str | None) -> _FrontDoor:
+    return _FrontDoor(
+        proxy=structured(PROXY_TABLE, ProxyConfig, file_table(context, PROXY_TABLE) or {}),
+        tenants=None if tenants is None else load_tenants(tenants),
+        engine_api_key=engine_api_key,
+    )
 
 
 # Commands
@@ -97,6 +137,8 @@ def main() -> None:
 @listen_options(8080)
 @redis_option(required=False)
 @policy_option
+@decision_options
+@front_door_options
 @lease_option
 @refresh_option
 @click.pass_context
@@ -107,6 +149,10 @@ def serve(
     port: int,
     redis_url: str | None,
     policy: str,
+    decisions: int,
+    decision_log: str | None,
+    tenants: Path | None,
+    engine_api_key: str | None,
     lease_s: float,
     refresh_s: float,
 ) -> None:
@@ -114,14 +160,17 @@ def serve(
 
     The index is in memory, or in Redis with --redis.
     """
-    config = _router_config(context, host=host, port=port, policy=policy)
+    config = _router_config(
+        context, host=host, port=port, policy=policy, decisions=decisions, decision_log=decision_log
+    )
+    front = _front_door(context, tenants, engine_api_key)
 
     async def run(stop: asyncio.Event) -> None:
         store = await open_store(redis_url or "memory:")
         try:
             await store.ping()
             async with LocalConsumers(store, rule_for=rule_for, lease_s=lease_s, refresh_s=refresh_s) as consumers:
-                await _serve_router(store, config, stop, kind="serve", consumers=consumers)
+                await _serve_router(store, config, front, stop, kind="serve", consumers=consumers)
         finally:
             await store.close()
 
@@ -133,23 +182,63 @@ def serve(
 @listen_options(8080)
 @redis_option(required=True)
 @policy_option
+@decision_options
+@front_door_options
 @click.option(
     "--sweep-interval-s",
     type=click.FloatRange(0, 3600),
     default=10.0,
     help="Seconds between bounded clean-ups of dead incarnations; 0: this router does not sweep.",
 )
+@click.option(
+    "--sweep-grace-s",
+    type=click.FloatRange(0, 86400),
+    default=30.0,
+    help="Seconds after its lease that a replica stays in the registry.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1, 64),
+    default=1,
+    help="Processes that answer on the same port. Each has metrics of its own: scrape them by other means.",
+)
 @click.pass_context
 def router(
-    context: click.Context, log_level: str, host: str, port: int, redis_url: str, policy: str, sweep_interval_s: float
+    context: click.Context,
+    log_level: str,
+    host: str,
+    port: int,
+    redis_url: str,
+    policy: str,
+    decisions: int,
+    decision_log: str | None,
+    tenants: Path | None,
+    engine_api_key: str | None,
+    sweep_interval_s: float,
+    sweep_grace_s: float,
+    workers: int,
 ) -> None:
     """Router only, over Redis; run any number of them."""
-    config = _router_config(context, host=host, port=port, policy=policy, sweep_interval_s=sweep_interval_s)
+    if workers > 1:
+        argv = sys.argv[1:]
+        run_process(log_level, lambda stop: run_workers(argv, workers, stop, host=host, port=port))
+        return
+    config = _router_config(
+        context,
+        host=host,
+        port=port,
+        policy=policy,
+        decisions=decisions,
+        decision_log=decision_log,
+        sweep_interval_s=sweep_interval_s,
+        sweep_grace_s=sweep_grace_s,
+    )
+    front = _front_door(context, tenants, engine_api_key)
 
     async def run(stop: asyncio.Event) -> None:
         store = await open_store(redis_url)
         try:
-            await _serve_router(store, config, stop, kind="router")
+            await _serve_router(store, config, front, stop, kind="router")
         finally:
             await store.close()
 
@@ -162,23 +251,18 @@ def router(
 @redis_option(required=True)
 @lease_option
 @refresh_option
-@click.option("--replica", help="Name of the engine replica in the registry.")
-@click.option("--dp-rank", type=click.IntRange(0, 65535), default=0, help="Data-parallel rank of this stream.")
-@click.option("--engine", default="vllm", help="Engine family: vllm, sglang, sglang-dynamo.")
-@click.option("--events", help="ZeroMQ endpoint of the engine's events; with a * we bind and the engine connects.")
-@click.option("--replay", help="ZeroMQ endpoint of its replay socket. Without one, lost batches stay lost.")
-@click.option("--topic", default="", help="Topic prefix to subscribe to.")
-@click.option("--url", help="Base URL of its HTTP server, for routing and for its load figures.")
-@click.option("--model", help="Model name as clients send it.")
-@click.option("--block-size", type=int, default=16, help="Tokens per index block.")
+@stream_options
 @click.option(
-    "--hash-seed", default=DEFAULT_HASH_SEED, help="Seed text of block hashes: the engines' PYTHONHASHSEED."
+    "--checkpoint-dir",
+    type=click.Path(file_okay=False),
+    help="Directory for files to resume from after a restart; without one, a restart relies on replay alone.",
 )
+@click.option("--advertise", metavar="URL", help="Base URL under which `metatrie audit` reaches this sidecar.")
 @click.option(
-    "--hash-mode",
-    type=click.Choice(["auto", "engine", "recompute"]),
-    default="auto",
-    help="Take block keys from the engine, or recompute them (auto: recompute, and compare).",
+    "--sample-s",
+    type=click.FloatRange(0.1, 86400),
+    default=10.0,
+    help="Seconds between two comparisons of samples of the index with what the engine holds.",
 )
 @click.pass_context
 def sidecar(
@@ -190,31 +274,32 @@ def sidecar(
     redis_url: str,
     lease_s: float,
     refresh_s: float,
-    replica: str | None,
-    events: str | None,
     model: str | None,
     block_size: int,
     hash_seed: str,
+    checkpoint_dir: str | None,
+    advertise: str | None,
+    sample_s: float,
     **options: Any,
 ) -> None:
     """Consumer for one engine, or for many (the file's [[replicas]] table)."""
     namespace = declared_namespace(context, model=model, block_size=block_size, hash_seed=hash_seed)
-    listed = file_table(context, REPLICAS_TABLE)
-    if replica is not None or listed is None:
-        if replica is None or events is None:
-            missing = "replica" if replica is None else "events"
-            raise click.UsageError(f"--{missing} is not set; pass it, or list engines in the file's [[replicas]]")
-        listed = [{"replica": replica, "events": events, **options}]
-    replicas = structured(REPLICAS_TABLE, tuple[ReplicaConfig, ...], listed)
-    for one in replicas:
-        rule_for(one.engine)  # refuses an unknown family before anything is started
+    replicas = followed_replicas(context, **options)
 
     def ready(server: HttpServer) -> None:
         say_ready("sidecar", url=server.url)
 
     async def run(stop: asyncio.Event) -> None:
         config = SidecarConfig(
-            namespace=namespace, replicas=replicas, host=host, port=port, lease_s=lease_s, refresh_s=refresh_s
+            namespace=namespace,
+            replicas=replicas,
+            host=host,
+            port=port,
+            lease_s=lease_s,
+            refresh_s=refresh_s,
+            sample_s=sample_s,
+            checkpoint_dir=checkpoint_dir,
+            advertise=advertise,
         )
         store = await open_store(redis_url)
         try:
@@ -238,6 +323,7 @@ def sidecar(
 @click.option("--events", "events_endpoint", default="tcp://127.0.0.1:5557", help="ZeroMQ PUB endpoint of rank 0.")
 @click.option("--replay", "replay_endpoint", help="ZeroMQ ROUTER endpoint for replay of rank 0.")
 @click.option("--topic", default="", help="Topic of every event message.")
+@click.option("--buffer-steps", type=click.IntRange(min=1), default=10_000, help="Batches kept for replay.")
 @click.option("--dp-size", type=click.IntRange(1, 64), default=1, help="Data-parallel ranks in this worker.")
 @click.option("--prefill-tokens-per-s", type=float, default=10_000.0, help="Modelled prefill rate.")
 @click.option("--decode-step-s", type=float, default=0.02, help="Modelled decode step, seconds.")
@@ -319,7 +405,18 @@ def up(
     run_process(log_level, run)
 
 
+main.add_command(audit.command)
 main.add_command(bench.command)
+main.add_command(chaos.command)
+main.add_command(check.command)
+main.add_command(explain.command)
+main.add_command(front_door.load_command)
+main.add_command(front_door.tokens_command)
+main.add_command(record.command)
+main.add_command(relay.command)
+main.add_command(replay.command)
+main.add_command(top.command)
+main.add_command(simulate.command)
 
 
 if __name__ == "__main__":

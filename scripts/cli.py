@@ -8,6 +8,7 @@ over the environment, which wins over the file.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -19,10 +20,15 @@ from typing import Any, TypeVar
 
 import click
 import msgspec
+from rich.console import Console
 
-from ..indexer.policies import POLICIES
+from ..consumers.consumer import ReplicaConfig
+from ..engines.discovery import discover as event_sources
+from ..engines.rules import rule_for
+from ..indexer.decisions import DEFAULT_CAPACITY as DEFAULT_DECISIONS
+from ..indexer.policies import DEFAULT_POLICY, POLICIES
 from ..proto.errors import ConfigError, MetatrieError
-from ..proto.hashing import Namespace
+from ..proto.hashing import DEFAULT_HASH_SEED, Namespace
 from .stack import EXIT_WITH_PARENT
 
 T = TypeVar("T")
@@ -31,8 +37,11 @@ Command = Callable[..., Any]
 NAMESPACE_TABLE = "namespace"
 REPLICAS_TABLE = "replicas"
 POLICIES_TABLE = "policies"
-_STRUCTURED = {NAMESPACE_TABLE, REPLICAS_TABLE, POLICIES_TABLE}
-"""Tables of the file that are no options: who the replicas are, what their cache depends on, policy parameters."""
+MODELS_TABLE = "models"
+PROXY_TABLE = "proxy"
+_STRUCTURED = {NAMESPACE_TABLE, REPLICAS_TABLE, POLICIES_TABLE, MODELS_TABLE, PROXY_TABLE}
+"""Tables of the file that are no options: who the replicas are, what their cache depends on, policy parameters, what
+is declared about models, and how the front door treats engines."""
 
 
 class Program(click.Group):
@@ -157,12 +166,141 @@ def redis_option(required: bool) -> Callable[[Command], Command]:
     )
 
 
+def stream_options(command: Command) -> Command:
+    """Options that name one engine's event stream and its namespace; see `followed_replicas`."""
+    for option in reversed(
+        (
+            click.option("--replica", help="Name of the engine replica in the registry."),
+            click.option(
+                "--dp-rank", type=click.IntRange(0, 65535), default=0, help="Data-parallel rank of this stream."
+            ),
+            click.option("--engine", default="vllm", help="Engine family, see docs/engines.md: vllm, sglang, …"),
+            click.option(
+                "--discover",
+                metavar="URL",
+                help="Ask this engine's HTTP server where its ranks publish, and follow all of them. Waits for it.",
+            ),
+            click.option(
+                "--role",
+                type=click.Choice(["both", "prefill", "decode"]),
+                default="both",
+                help="What it does where prefill and decode are separate; prompts are not routed to `decode`.",
+            ),
+            click.option(
+                "--events", help="ZeroMQ endpoint of the engine's events; with a * we bind and the engine connects."
+            ),
+            click.option(
+                "--replay", help="ZeroMQ endpoint of its replay socket. Without one, lost batches stay lost."
+            ),
+            click.option(
+                "--replay-timeout-s",
+                type=click.FloatRange(0.1, 3600),
+                default=5.0,
+                help="Silence after which a replay is asked for anew.",
+            ),
+            click.option(
+                "--probe-s",
+                type=click.FloatRange(0.1, 3600),
+                default=5.0,
+                help="Silence of the events after which the replay socket is asked whether anything was missed.",
+            ),
+            click.option("--topic", default="", help="Topic prefix to subscribe to."),
+            click.option("--url", help="Base URL of its HTTP server, for routing and for its load figures."),
+            click.option("--model", help="Model name as clients send it."),
+            click.option("--block-size", type=int, default=16, help="Tokens per index block."),
+            click.option(
+                "--hash-seed",
+                default=DEFAULT_HASH_SEED,
+                help="Seed text of block hashes: the engines' PYTHONHASHSEED.",
+            ),
+            click.option(
+                "--hash-mode",
+                type=click.Choice(["auto", "engine", "recompute"]),
+                default="auto",
+                help="Take block keys from the engine, or recompute them (auto: recompute, and compare).",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def followed_replicas(
+    context: click.Context, *, replica: str | None, events: str | None, discover: str | None, **options: Any
+) -> tuple[ReplicaConfig, ...]:
+    """Whom to follow: the one the stream options name (with --discover, each of its ranks), else the file's
+    [[replicas]].
+
+    Raises click.UsageError if neither names anybody, ConfigError for an entry or an engine family that will not do.
+    """
+    listed = file_table(context, REPLICAS_TABLE)
+    if discover is not None:
+        if replica is None:
+            raise click.UsageError("--replica is not set; --discover finds where an engine publishes, not its name")
+        listed = [
+            {
+                **options,
+                "replica": replica,
+                "url": options.get("url") or discover,
+                "dp_rank": source.dp_rank,
+                "events": source.events,
+                "replay": source.replay,
+                "topic": source.topic,
+            }
+            for source in asyncio.run(event_sources(discover, options["engine"]))
+        ]
+    elif replica is not None or listed is None:
+        if replica is None or events is None:
+            missing = "replica" if replica is None else "events"
+            raise click.UsageError(
+                f"--{missing} is not set; pass it (or --discover), or list engines in the file's [[replicas]]"
+            )
+        listed = [{"replica": replica, "events": events, **options}]
+    replicas = structured(REPLICAS_TABLE, tuple[ReplicaConfig, ...], listed)
+    for one in replicas:
+        rule_for(one.engine)  # refuses an unknown family before anything is started
+    return replicas
+
+
 policy_option = click.option(
     "--policy",
     type=click.Choice(sorted(POLICIES)),
-    default="hybrid",
+    default=DEFAULT_POLICY,
     help="Routing policy where a request names none. Parameters: the file's [policies.NAME] tables.",
 )
+
+
+def front_door_options(command: Command) -> Command:
+    """Who may call the router, and what it shows the engines."""
+    command = click.option(
+        "--engine-api-key",
+        metavar="KEY",
+        help="Bearer token the engines expect; better set as METATRIE_ROUTER_ENGINE_API_KEY.",
+    )(command)
+    return click.option(
+        "--tenants",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="TOML file of callers' tokens, trust groups, limits and salts; see docs/front-door.md. Without one, "
+        "callers on this machine are trusted, and all others anonymous.",
+    )(command)
+
+
+def decision_options(command: Command) -> Command:
+    """What a router remembers of its decisions."""
+    command = click.option(
+        "--decision-log",
+        metavar="FILE",
+        help="Append every routing decision to this file, as JSON lines: keys and lengths, no tokens, no text.",
+    )(command)
+    return click.option(
+        "--decisions",
+        type=click.IntRange(0, 1_000_000),
+        default=DEFAULT_DECISIONS,
+        help="Decisions remembered, for `metatrie explain` and `top`; 0: none.",
+    )(command)
+
+
 lease_option = click.option(
     "--lease-s",
     type=click.FloatRange(0.1, 3600),
@@ -179,12 +317,20 @@ refresh_option = click.option(
 
 # Running
 
+REPORT_WIDTH = 118
+"""Columns of a report that does not go to a terminal."""
+
 
 def run_process(log_level: str, main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
     """Run one process until a signal, or its parent's end, asks it to stop."""
     logging.basicConfig(
         level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
+
+    # Blocks and replicas live long and hold no garbage cycles. Passes over the young stay frequent enough for what
+    # requests leave behind; looking through everything ever kept took a third of a consumer's time.
+    gc.set_threshold(50_000, 20, 100)
+    gc.freeze()
 
     async def supervised() -> None:
         stop = asyncio.Event()
@@ -218,6 +364,12 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     except ImportError:  # it is not built for every platform
         return None
     return uvloop.new_event_loop
+
+
+def report_console(as_json: bool) -> Console:
+    """Where a report for people goes: standard error if standard output is for machines, and wide if nobody looks."""
+    stream = sys.stderr if as_json else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else REPORT_WIDTH)
 
 
 def say_ready(kind: str, **where: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -39,6 +40,8 @@ class Turn(msgspec.Struct, frozen=True):
     cached_tokens: int
     ttft_s: float
     total_s: float
+    outcome: str | None = None
+    """What the router made of the engine's count: `equal`, or why it is not."""
 
 
 class Agreement(msgspec.Struct, frozen=True):
@@ -155,11 +158,19 @@ async def _ask(
                     pieces.append(text)
     cached = usage["prompt_tokens_details"]["cached_tokens"] or 0
     feedback = {"reservation": route["reservation"], "cached_tokens": cached, "finished": True}
+    feedback["prompt_tokens"] = usage["prompt_tokens"]
     async with session.post(f"{router}/v1/feedback", json=feedback) as response:
         response.raise_for_status()
+        outcome = (await response.json()).get("outcome")
     total_s = time.perf_counter() - started
     turn = Turn(
-        route["replica"], usage["prompt_tokens"], route["reusable_tokens"], cached, first_s or total_s, total_s
+        route["replica"],
+        usage["prompt_tokens"],
+        route["reusable_tokens"],
+        cached,
+        first_s or total_s,
+        total_s,
+        outcome,
     )
     return turn, "".join(pieces)
 
@@ -266,6 +277,7 @@ def _table(outcomes: Sequence[Outcome], replicas: Sequence[str]) -> Table:
         ),
     )
     row("predicted = served", lambda o: f"{_exact(o.turns):.1%}")
+    row("  else, by cause", lambda o: _causes(o.turns))
     table.add_section()
     row("blocks in engines", lambda o: f"{o.agreement.engine:,}")
     row("  detached (prefix evicted)", lambda o: f"{o.agreement.detached:,}")
@@ -276,6 +288,11 @@ def _table(outcomes: Sequence[Outcome], replicas: Sequence[str]) -> Table:
 
 def _exact(turns: Sequence[Turn]) -> float:
     return sum(t.predicted_tokens == t.cached_tokens for t in turns) / len(turns) if turns else 0.0
+
+
+def _causes(turns: Sequence[Turn]) -> str:
+    causes = Counter(turn.outcome or "unknown" for turn in turns if turn.predicted_tokens != turn.cached_tokens)
+    return ", ".join(f"{cause} {count}" for cause, count in causes.most_common()) or "none"
 
 
 def _verdict(outcomes: Sequence[Outcome]) -> str:

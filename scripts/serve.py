@@ -14,8 +14,8 @@ from ..consumers.consumer import ReplicaConfig, ReplicaConsumer
 from ..proto.api import RegisterReplica, ReplicaInfo, ReplicaLoad
 from ..proto.engine import HashRule
 from ..proto.errors import ConfigError, Conflict, InvalidField, NoReplica, StoreError
-from ..proto.hashing import Namespace
-from ..proto.index import ReplicaRef, Store
+from ..proto.hashing import BlockKey, Namespace
+from ..proto.index import ReplicaRef, ReplicaSpec, Store
 
 MAX_CONSUMERS: Final = 1024
 """Replicas one process follows; a registration beyond that is refused."""
@@ -51,6 +51,17 @@ class LocalConsumers:
     def consumers(self) -> list[ReplicaConsumer]:
         """Those running now."""
         return [consumer for consumer, _ in self._consumers.values()]
+
+    async def left_at(self, spec: ReplicaSpec, key: BlockKey) -> float | None:
+        """When a block last left this replica's cache (see indexer/feedback.py)."""
+        for (_, ref), (consumer, _) in self._consumers.items():
+            departure = consumer.departures.of(key) if ref == spec.ref else None
+            if departure is not None:
+                return departure.ts
+        return None
+
+    async def close(self) -> None:
+        """Nothing: leaving the context does it."""
 
     async def register(self, request: RegisterReplica) -> ReplicaInfo:
         """Start following a replica; its record counts by the time this returns, or the store is slow.

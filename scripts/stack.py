@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import aiohttp
 import msgspec
 
 from ..indexer.embedded import EmbeddedRedis
@@ -84,6 +86,7 @@ async def running(config: StackConfig) -> AsyncIterator[Stack]:
         )
         router_argv = ["router", "--redis", redis_url, "--port", str(config.port), "--policy", config.policy]
         router = await children.start("router", logs, router_argv)
+        await asyncio.gather(*(_until_ready(sidecar["url"]) for sidecar in await sidecars))
         yield Stack(
             config,
             router["url"],
@@ -94,6 +97,16 @@ async def running(config: StackConfig) -> AsyncIterator[Stack]:
             ],
             logs,
         )
+
+
+async def _until_ready(url: str) -> None:
+    """Wait until a sidecar's registration counts, so that the first request finds the fleet whole."""
+    async with aiohttp.ClientSession() as session, asyncio.timeout(START_S):
+        while True:
+            async with session.get(f"{url}/readyz") as response:
+                if response.status == 200:
+                    return
+            await asyncio.sleep(0.02)
 
 
 def _engine(config: StackConfig) -> list[str]:
@@ -114,23 +127,36 @@ def _sidecar(config: StackConfig, redis_url: str, name: str, engine: Mapping[str
     ]
 
 
-class _Children:
-    def __init__(self) -> None:
-        self._processes: list[asyncio.subprocess.Process] = []
-        self._drains: list[asyncio.Task[None]] = []
+class Child:
+    """One `metatrie` command as a process of its own, which may be killed, stopped and started again."""
 
-    async def start(self, name: str, logs: Path, argv: Sequence[str]) -> dict[str, Any]:
-        """Start one child and wait for the line that says it serves."""
-        log = logs / f"{name.replace(' ', '-')}.log"
-        with log.open("wb") as err:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "metatrie", *argv),
+    def __init__(self, name: str, argv: Sequence[str], log: Path) -> None:
+        self.name = name
+        self._argv = argv
+        self._log = log
+        self._process: asyncio.subprocess.Process | None = None
+        self._drain: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "it was not started"
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Started, and not ended since."""
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> dict[str, Any]:
+        """Start it and return what its first line says. Raises ChildFailed if it does not serve within START_S."""
+        with self._log.open("ab") as err:
+            self._process = process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "metatrie", *self._argv),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=err,
                 env={**os.environ, EXIT_WITH_PARENT: "1"},
             )
-        self._processes.append(process)
         assert process.stdout is not None
         try:
             async with asyncio.timeout(START_S):
@@ -138,27 +164,61 @@ class _Children:
         except TimeoutError:
             line = b""
         if not line:
-            said = log.read_text("utf-8", "replace").strip()[-2000:]
-            raise ChildFailed(f"{name} did not start: {said or 'it said nothing'}")
-        self._drains.append(asyncio.create_task(_discard(process.stdout)))
+            said = self.log_text().strip()[-2000:]
+            raise ChildFailed(f"{self.name} did not start: {said or 'it said nothing'}")
+        self._drain = asyncio.create_task(_discard(process.stdout))
         ready: dict[str, Any] = msgspec.json.decode(line)
         return ready
 
+    def signal(self, number: int) -> None:
+        """Send a signal; harmless when it has ended."""
+        if self.running and self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    def log_text(self) -> str:
+        """What it wrote to standard error, over all its starts."""
+        return self._log.read_text("utf-8", "replace")
+
+    async def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.signal(signal.SIGKILL)
+        await self.wait()
+
     async def stop(self) -> None:
-        for process in self._processes:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.terminate()
-        for process in self._processes:
-            try:
-                async with asyncio.timeout(STOP_S):
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-        for drain in self._drains:
-            drain.cancel()
-        await asyncio.gather(*self._drains, return_exceptions=True)
+        """SIGTERM, then SIGKILL if it takes longer than STOP_S."""
+        self.signal(signal.SIGTERM)
+        self.signal(signal.SIGCONT)
+        try:
+            async with asyncio.timeout(STOP_S):
+                await self.wait()
+        except TimeoutError:
+            await self.kill()
+
+    async def wait(self) -> None:
+        """Until it has ended."""
+        if self._process is not None:
+            await self._process.wait()
+        if self._drain is not None:
+            self._drain.cancel()
+            await asyncio.gather(self._drain, return_exceptions=True)
+
+
+class _Children:
+    def __init__(self) -> None:
+        self._children: list[Child] = []
+
+    async def start(self, name: str, logs: Path, argv: Sequence[str]) -> dict[str, Any]:
+        """Start one child and wait for the line that says it serves."""
+        child = Child(name, argv, logs / f"{name.replace(' ', '-')}.log")
+        self._children.append(child)
+        return await child.start()
+
+    async def stop(self) -> None:
+        for child in self._children:
+            child.signal(signal.SIGTERM)
+        for child in self._children:
+            await child.stop()
 
 
 async def _discard(stream: asyncio.StreamReader) -> None:

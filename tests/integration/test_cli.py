@@ -9,7 +9,25 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("up", "serve", "router", "sidecar", "engine", "bench")
+COMMANDS = (
+    "up",
+    "serve",
+    "router",
+    "sidecar",
+    "engine",
+    "bench",
+    "simulate",
+    "relay",
+    "load",
+    "tokens",
+    "record",
+    "replay",
+    "explain",
+    "top",
+    "audit",
+    "chaos",
+    "check",
+)
 
 
 def metatrie(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
