@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # The native kernel is optional: built where there is a Rust toolchain, left out where there is none, or where it takes
 # too long. METATRIE_PURE=1 runs without it.
 NATIVE := native/Cargo.toml native/Cargo.lock native/pyproject.toml $(wildcard native/src/*.rs)
-NATIVE_TIMEOUT_S ?= 300
+NATIVE_TIMEOUT_S ?= 75
 NATIVE_WHEEL := $(VENV)/native-wheel
 BUILD_NATIVE := command -v cargo >/dev/null 2>&1 && rm -rf $(NATIVE_WHEEL) \
 	&& CARGO_TARGET_DIR=$(CURDIR)/$(VENV)/native-target timeout $(NATIVE_TIMEOUT_S) \
