@@ -58,6 +58,17 @@ class Stage:
 
         await self.world.until(done, "everything published is applied")
 
+    async def connected(self) -> None:
+        """What is published comes through the subscription, not only through a replay."""
+
+        async def live() -> bool:
+            replayed = await self.metric("stream_replayed_batches_total")
+            self.engine.publish(self.prompt(1).stored())
+            await self.applied()
+            return await self.metric("stream_replayed_batches_total") == replayed
+
+        await self.world.until(live, "events come through the subscription")
+
     async def metric(self, name: str) -> float:
         return await self.world.metric(self.sidecar, f"metatrie_{name}")
 
@@ -91,6 +102,7 @@ async def stage(shared: Stage) -> Stage:
     shared.engine.publish(first.stored())
     await shared.reaches(first, 1)
     await shared.is_in("exact")
+    await shared.connected()
     return shared
 
 
@@ -281,14 +293,6 @@ async def test_a_stopped_consumer_loses_nothing_under_a_flood(stage: Stage, meas
     """More than every queue holds while it is stopped: a gap, then the replay, with memory bounded throughout."""
     engine, world = stage.engine, stage.world
     gaps = await stage.metric("stream_gaps_total") + await stage.metric("stream_probe_finds_total")
-
-    async def live() -> bool:
-        replayed = await stage.metric("stream_replayed_batches_total")
-        engine.publish(stage.prompt(1).stored())
-        await stage.applied()
-        return await stage.metric("stream_replayed_batches_total") == replayed
-
-    await world.until(live, "events come through the subscription")
     before = world.memory_of(stage.sidecar.process)
     stage.sidecar.process.signal(signal.SIGSTOP)
     prompts = [stage.prompt(16) for _ in range(1500)]
