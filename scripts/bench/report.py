@@ -42,6 +42,8 @@ def write_page(page: Path, results: Results) -> None:
     for title, figures in results.sections.items():
         everything[title] = Results(machine=results.machine, command=results.command, sections={title: figures})
     for curve in results.curves:
+        if not any(curve.series.values()):
+            continue  # stopped before its first point
         everything[curve.name] = Results(machine=results.machine, command=results.command, curves=[curve])
         (folder / f"{curve.name}.svg").write_text(plot(curve), "utf-8")
     kept.write_bytes(msgspec.json.encode(everything) + b"\n")

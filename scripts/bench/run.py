@@ -67,7 +67,7 @@ async def bench(
         size = 100_000 if quick else 1_000_000
         _show(console, sections, "Recordings", await recordings(rng, size))
     if "soak" in parts:
-        results.curves += await soak(events, rng)
+        await soak(events, rng, results.curves)
 
 
 def _show(console: Console, sections: dict[str, list[Figure]], title: str, figures: list[Figure]) -> None:

@@ -26,8 +26,11 @@ _VARIANTS = 4096
 _SAMPLES = 40
 
 
-async def soak(events: int, rng: random.Random) -> list[Curve]:
-    """Resident memory, time per event and query latency, over the number of block events."""
+async def soak(events: int, rng: random.Random, curves: list[Curve]) -> None:
+    """Resident memory, time per event and query latency, over the number of block events.
+
+    curves: gets what is measured as it is measured, so that a soak cut short shows how far it came.
+    """
     index = await MemoryStore().open(Namespace(model="soak"))
     root = index.namespace.root
     stores: list[bytes] = []
@@ -48,6 +51,11 @@ async def soak(events: int, rng: random.Random) -> list[Curve]:
     memory: list[tuple[float, float]] = []
     speed: list[tuple[float, float]] = []
     latency: list[tuple[float, float]] = []
+    curves += [
+        Curve("soak-memory", "Soak: resident memory", "block events", "MiB", {"process": memory}, log_x=False),
+        Curve("soak-speed", "Soak: time per event", "block events", "µs", {"consume": speed}, log_x=False),
+        Curve("soak-latency", "Soak: query of 32 blocks, p99", "block events", "µs", {"query": latency}, log_x=False),
+    ]
     done, turn, seq, marked, mark = 0, 0, 0, time.perf_counter(), 0
     step = max(1, events // _SAMPLES)
     try:
@@ -77,14 +85,6 @@ async def soak(events: int, rng: random.Random) -> list[Curve]:
     finally:
         writing.cancel()
         await asyncio.gather(writing, return_exceptions=True)
-    title = f"Soak of {events:,} block events"
-    return [
-        Curve("soak-memory", f"{title}: resident memory", "block events", "MiB", {"process": memory}, log_x=False),
-        Curve("soak-speed", f"{title}: time per event", "block events", "µs", {"consume": speed}, log_x=False),
-        Curve(
-            "soak-latency", f"{title}: query of 32 blocks, p99", "block events", "µs", {"query": latency}, log_x=False
-        ),
-    ]
 
 
 def _removed(key: BlockKey) -> dict[str, object]:
