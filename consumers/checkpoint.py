@@ -24,6 +24,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import threading
 import uuid
 from pathlib import Path
 from typing import Final
@@ -70,6 +71,8 @@ class CheckpointFile:
         self.owner = uuid.uuid4().hex
         """The name to claim under: a fresh one, or once `acquire` succeeded the one that comes with the file."""
         self._lock: int | None = None
+        self._saving = threading.Lock()
+        """Saves run in threads, and the last one of a process may meet another still under way."""
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -106,10 +109,11 @@ class CheckpointFile:
         return True
 
     def release(self) -> None:
-        """Give up the lock. Idempotent."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """Give up the lock. Idempotent; waits for a save under way."""
+        with self._saving:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
 
     def load(self) -> Checkpoint | None:
         """What was saved last; None if nothing was. Raises BadCheckpoint for anything but an intact file."""
@@ -133,8 +137,13 @@ class CheckpointFile:
 
     def save(self, checkpoint: Checkpoint) -> int:
         """Replace the file; needs the lock. Returns its size. Raises OSError, with the old file in place."""
-        assert self._lock is not None, "only the holder of the lock may save"
         body = _encode(checkpoint)
+        with self._saving:
+            self._replace(body)
+        return len(body)
+
+    def _replace(self, body: bytes) -> None:
+        assert self._lock is not None, "only the holder of the lock may save"
         temporary = self.path.with_suffix(".new")
         try:
             with open(temporary, "wb", opener=_private) as file:
@@ -148,7 +157,6 @@ class CheckpointFile:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-        return len(body)
 
 
 def _private(path: str, flags: int) -> int:

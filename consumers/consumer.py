@@ -174,8 +174,7 @@ class ReplicaConsumer:
             lease_s=lease_s,
             refresh_s=refresh_s,
         )
-        self.sampler = IndexSampler(index, self.inventory, self.writer)
-        self._sample_s = sample_s
+        self.sampler = IndexSampler(index, self.inventory, self.writer, interval_s=sample_s)
         self._subscriber = Subscriber(
             self.stream, events=config.events, replay=config.replay, topic=config.topic, handle=self._handle
         )
@@ -189,7 +188,7 @@ class ReplicaConsumer:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._subscriber.run())
                 tasks.create_task(self.writer.run())
-                tasks.create_task(self.sampler.run(self._sample_s))
+                tasks.create_task(self.sampler.run())
                 if self._checkpoint is not None:
                     tasks.create_task(self._checkpoint_loop(self._checkpoint))
                 if session is not None and self.config.url is not None:

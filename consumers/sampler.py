@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Final
 
@@ -27,6 +28,9 @@ from .writer import IndexWriter
 
 PAGES: Final = 64
 PROMPTS: Final = 32
+PATIENCE_S: Final = 600.0
+"""Longest pause between two publications anew for what rounds found. It doubles from their interval while they go on
+to find things, so that a difference which publishing does not mend costs the store little."""
 
 
 class SamplerStats(msgspec.Struct):
@@ -47,22 +51,32 @@ class IndexSampler:
     """Watches one replica's part of the index."""
 
     def __init__(
-        self, index: Index, inventory: Inventory, writer: IndexWriter, *, rng: random.Random | None = None
+        self,
+        index: Index,
+        inventory: Inventory,
+        writer: IndexWriter,
+        *,
+        interval_s: float,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """interval_s: mean time between two rounds."""
         self.stats = SamplerStats()
         self.precision = 1.0
         """Share of the sampled blocks of the index that are right, in the last round that says anything."""
         self.recall = 1.0
         """Share of the sampled blocks of the inventory that readers find, in that round."""
         self._index, self._inventory, self._writer = index, inventory, writer
-        self._rng = rng or random.Random()
+        self._rng, self._clock = rng or random.Random(), clock
+        self._interval_s = interval_s
+        self._mended_at = self._patience_s = 0.0
         self._moving: set[BlockKey] | None = None
         """Blocks in motion since the running round began; None between rounds."""
 
-    async def run(self, interval_s: float) -> None:
-        """A round each `interval_s`, until cancelled."""
+    async def run(self) -> None:
+        """A round each interval, until cancelled."""
         while True:
-            await asyncio.sleep(interval_s * self._rng.uniform(0.5, 1.5))
+            await asyncio.sleep(self._interval_s * self._rng.uniform(0.5, 1.5))
             await self.round()
 
     def note(self, delta: Delta) -> None:
@@ -99,7 +113,12 @@ class IndexSampler:
         stats.missing += wanted - found
         self.precision = 1 - len(stale) / len(shown) if shown else 1.0
         self.recall = found / wanted if wanted else 1.0
-        if stale or found < wanted:
+        now = self._clock()
+        if not stale and found == wanted:
+            self._patience_s = 0.0
+        elif now >= self._mended_at + self._patience_s:
+            self._mended_at = now
+            self._patience_s = min(max(2 * self._patience_s, self._interval_s), PATIENCE_S)
             writer.republish()
         return True
 

@@ -1,6 +1,6 @@
 """Ten times what a sidecar can take, for minutes: memory stays flat, the loss is flagged, and it recovers in full.
 
-    python tests/chaos/soak.py [--seconds 120] [--write docs/reliability.md]
+    python tests/chaos/soak.py [--seconds 240] [--write docs/reliability.md]
 
 A publisher process with vLLM's replay ring (10,000 batches) and queue (100,000 messages) sends stores and removals at
 the pace it is asked for, straight to a real sidecar over a real Redis. First the rate the sidecar keeps up with is
@@ -187,7 +187,7 @@ async def _measure(world: World, sidecar: Child, url: str, orders: Connection, s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--write", type=Path, help="page to put the figures on")
     options = parser.parse_args()
     found = asyncio.run(soak(options.seconds))

@@ -37,7 +37,10 @@ class Scene:
             lease_s=1.0,
             linger_s=0.001,
         )
-        self.sampler = IndexSampler(index, self.inventory, self.writer, rng=random.Random(1))
+        self.now = 1000.0
+        self.sampler = IndexSampler(
+            index, self.inventory, self.writer, interval_s=10, rng=random.Random(1), clock=lambda: self.now
+        )
 
     def apply(self, *events: Event) -> None:
         delta = self.inventory.apply(Batch(1.0, list(events)))
@@ -138,6 +141,18 @@ async def test_a_round_across_another_life_says_nothing(scene: Scene, monkeypatc
     monkeypatch.setattr(scene.index, "held", and_meanwhile)
     assert not await scene.sampler.round()
     assert (scene.sampler.stats.rounds, scene.sampler.stats.void) == (0, 1)
+
+
+async def test_what_publishing_does_not_mend_is_not_published_for_ever(scene: Scene) -> None:
+    published = 0
+    for _ in range(200):
+        await scene.index.write(scene.incarnation, 10**6, [write(bytes([254] * 7 + [i])) for i in range(150)])
+        before = scene.writer.stats.doubts
+        await scene.sampler.round()
+        published += scene.writer.stats.doubts - before
+        await eventually(lambda: scene.writer.idle, "published")
+        scene.now += 10.0
+    assert 2 < published < 12
 
 
 async def test_nothing_is_said_before_anything_counts() -> None:
