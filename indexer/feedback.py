@@ -244,11 +244,11 @@ class Feedbacks:
 
     def cut(self, chain: Chain, depths: Mapping[Incarnation, Depth]) -> Mapping[Incarnation, Depth]:
         """The depths, ending before blocks that are known to be missing."""
+        if not self._cuts:
+            return depths
         now = self._clock()
         while self._cuts and next(iter(self._cuts.values())) <= now:
             self._cuts.popitem(last=False)
-        if not self._cuts:
-            return depths
         doubted = {incarnation for incarnation, _ in self._cuts}
         return {
             incarnation: self._shortened(incarnation, chain, depth) if incarnation in doubted else depth

@@ -10,7 +10,7 @@ proxy on this machine is such a peer: requests that say they were forwarded are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from importlib.metadata import version
 from typing import Protocol
@@ -39,6 +39,7 @@ from ..proto.errors import Conflict, Forbidden, InvalidField, NotFound
 from ..proto.http import (
     JSON,
     Body,
+    Encoded,
     HttpMetrics,
     PromptBody,
     add_hot_route,
@@ -136,13 +137,18 @@ def endpoints(
         caller = admitted(request)
         return reply(request, await router.match(await match_body.read(request), caller))
 
-    async def hot_match(head: HotHead, body: bytes) -> tuple[str, bytes]:
+    def hot_match(head: HotHead, body: bytes) -> Encoded | Awaitable[Encoded]:
         caller = admitted(head)
-        return encoded(head, await router.match(match_body.decode(head, body), caller))
+        asked = match_body.decode(head, body)
+        answer = router.match_at_once(asked, caller)
+        return later(head, router.match(asked, caller)) if answer is None else encoded(head, answer)
 
-    async def hot_route(head: HotHead, body: bytes) -> tuple[str, bytes]:
+    def hot_route(head: HotHead, body: bytes) -> Awaitable[Encoded]:
         caller = admitted(head)
-        return encoded(head, await router.route(route_body.decode(head, body), caller))
+        return later(head, router.route(route_body.decode(head, body), caller))
+
+    async def later(head: HotHead, answer: Awaitable[object]) -> Encoded:
+        return encoded(head, await answer)
 
     async def route(request: web.Request) -> web.Response:
         caller = admitted(request)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..proto.errors import Superseded
@@ -39,6 +39,8 @@ from ..proto.index import (
 
 _MAX_CHUNK = 16 * PAGE_SPAN
 """Most blocks hashed ahead of what is known to match."""
+_MAX_MASKS = 256
+"""Sets of holders that queries ended with, kept by their mask; a fleet's worth of pointers each."""
 _MAX_EMPTIED = 1024
 """Emptied pages per incarnation whose version is remembered; the oldest is forgotten first."""
 _FASTEST = (0, 0, 1, 0, 2, 0, 1, 0)
@@ -106,6 +108,9 @@ class MemoryIndex:
         self._masks: dict[BlockKey, int] = {}
         self._holders: dict[Incarnation, _Holder] = {}
         self._by_slot: list[_Holder | None] = []
+        self._behind: dict[int, tuple[_Holder, ...]] = {}
+        """The incarnations behind a mask's bits; at most _MAX_MASKS, all dropped at the bound and when a bit's owner
+        changes."""
         self._snapshot: _Snapshot | None = None
 
     @property
@@ -287,6 +292,9 @@ class MemoryIndex:
     # Reading
 
     async def match(self, chain: Chain) -> Match:
+        return self.match_at_once(chain)
+
+    def match_at_once(self, chain: Chain) -> Match:
         snapshot = self._read_registry()
         alive, total, probe = snapshot.live, chain.blocks, self._masks.get
         ended: list[tuple[int, int]] = []
@@ -310,23 +318,36 @@ class MemoryIndex:
                         alive = mask
             start = stop
         ended.append((alive, total))
-        depths = {}
+        depths: dict[Incarnation, Depth] = {}
         for mask, blocks in ended:
             if blocks:
+                alike: dict[int, Depth] = {}
+                """By the only tier of its holders."""
                 for holder in self._of(mask):
-                    usable = _usable(holder, keys, blocks) if holder.sparse else blocks
-                    if usable:
+                    if holder.fastest in _ONE_TIER and not holder.sparse:
+                        shared = alike.get(holder.fastest)
+                        if shared is None:
+                            shared = alike[holder.fastest] = Depth(blocks, _tiers(holder, keys, blocks))
+                        depths[holder.incarnation] = shared
+                    elif usable := _usable(holder, keys, blocks) if holder.sparse else blocks:
                         depths[holder.incarnation] = Depth(usable, _tiers(holder, keys, usable))
         return Match(snapshot.fleet, depths)
 
-    def _of(self, mask: int) -> Iterator[_Holder]:
+    def _of(self, mask: int) -> tuple[_Holder, ...]:
         """The incarnations behind a mask's bits."""
-        while mask:
-            low = mask & -mask
-            holder = self._by_slot[low.bit_length() - 1]
-            assert holder is not None, "a bit outlived its incarnation"
-            yield holder
-            mask ^= low
+        found = self._behind.get(mask)
+        if found is None:
+            holders, bits = [], mask
+            while bits:
+                low = bits & -bits
+                holder = self._by_slot[low.bit_length() - 1]
+                assert holder is not None, "a bit outlived its incarnation"
+                holders.append(holder)
+                bits ^= low
+            if len(self._behind) >= _MAX_MASKS:
+                self._behind.clear()
+            found = self._behind[mask] = tuple(holders)
+        return found
 
     async def held(self, incarnation: Incarnation, *, pages: int | None = None) -> dict[BlockKey, TierMask]:
         holder = self._holders.get(incarnation)
@@ -364,6 +385,7 @@ class MemoryIndex:
                 break
             del self._holders[holder.incarnation]
             self._by_slot[holder.bit.bit_length() - 1] = None
+            self._behind.clear()
             reclaimed += 1
         return SweepReport(cleaned, reclaimed, len(dead) - reclaimed, tuple(expired))
 

@@ -25,6 +25,7 @@ import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -58,7 +59,18 @@ from ..proto.api import (
 from ..proto.errors import ConfigError, Forbidden, InvalidField, NoReplica, NotFound, StoreError, StoreUnavailable
 from ..proto.hashing import KEY_BYTES, NO_EXTRAS, BlockHash, Chain, NamespaceId, PromptExtras
 from ..proto.http import DEFAULT_MAX_BODY_BYTES, DEFAULT_MAX_IN_FLIGHT
-from ..proto.index import Depth, Fleet, Incarnation, Index, ReplicaRef, ReplicaView, State, Store
+from ..proto.index import (
+    Depth,
+    Fleet,
+    Incarnation,
+    Index,
+    Match,
+    MatchesAtOnce,
+    ReplicaRef,
+    ReplicaView,
+    State,
+    Store,
+)
 from .decisions import DEFAULT_CAPACITY as DEFAULT_DECISIONS
 from .decisions import Decisions, Looked, holdings
 from .feedback import OUTCOMES, ConsumerWitness, Feedbacks, Prediction, Witness
@@ -164,13 +176,14 @@ class _Space:
     """One namespace, and what was last seen of it."""
 
     __slots__ = (
-        *("backlog", "block_size", "down", "fleet", "id", "index", "lookahead", "remembered"),
-        *("remembered_at", "root", "_standings", "_standings_of", "_views", "_views_of"),
+        *("at_once", "backlog", "block_size", "down", "fleet", "id", "index", "lookahead", "remembered"),
+        *("remembered_at", "root", "_roster", "_roster_of", "_standings", "_standings_of", "_views", "_views_of"),
     )
 
     def __init__(self, index: Index) -> None:
         namespace = index.namespace
         self.index = index
+        self.at_once = index.match_at_once if isinstance(index, MatchesAtOnce) else None
         self.id: NamespaceId = namespace.id
         self.root: BlockHash = namespace.root
         self.block_size = namespace.block_size
@@ -186,6 +199,8 @@ class _Space:
         self._views_of: Fleet | None = None
         self._standings: list[_Standing] = []
         self._standings_of: Fleet | None = None
+        self._roster: _Roster = _Roster(())
+        self._roster_of: Fleet | None = None
 
     def saw(self, fleet: Fleet, now: float) -> None:
         self.fleet = fleet
@@ -205,9 +220,43 @@ class _Space:
             self._standings_of = fleet
         return self._standings
 
+    def roster(self, fleet: Fleet) -> _Roster:
+        """What an answer lists of these replicas, computed once per fleet."""
+        if self._roster_of is not fleet:
+            self._roster, self._roster_of = _Roster(self.standings(fleet)), fleet
+        return self._roster
+
 
 _Standing = tuple[ReplicaView, State, str]
 """A replica, its state, and why that is not exact."""
+
+
+class _Roster:
+    """The replicas of one fleet as answers list them, but for what they hold."""
+
+    __slots__ = ("empty", "holders")
+
+    def __init__(self, standings: Sequence[_Standing]) -> None:
+        self.holders: dict[Incarnation, tuple[int, str, int, State, str | None, str | None]] = {}
+        """Of those that may hold anything: place by ref, name, rank, state, cause, role."""
+        self.empty: list[MatchedReplica] = []
+        """Every replica, by ref, as one that holds nothing."""
+        for place, (view, state, cause) in enumerate(standings):
+            ref, role = view.spec.ref, None if view.spec.role == "both" else view.spec.role
+            self.empty.append(
+                MatchedReplica(
+                    replica=ref.replica,
+                    dp_rank=ref.dp_rank,
+                    matched_blocks=0,
+                    reusable_tokens=0,
+                    tiers=_NO_TIERS,
+                    state=state,
+                    cause=cause or None,
+                    role=role,
+                )
+            )
+            if view.incarnation is not None and view.live:
+                self.holders[view.incarnation] = place, ref.replica, ref.dp_rank, state, cause or None, role
 
 
 class _Found(msgspec.Struct, frozen=True, gc=False):
@@ -290,6 +339,14 @@ class _Answer(msgspec.Struct, frozen=True, gc=False):
             if f.chain is not None
         ]
 
+    @property
+    def plain(self) -> bool:
+        """One namespace answered for all of its replicas, and the fleet itself has their state."""
+        if len(self.found) != 1 or self.names is not None:
+            return False
+        (only,) = self.found
+        return only.blind is None and not only.doubts
+
     def total(self) -> int:
         """How many `views` there are."""
         if len(self.found) == 1 and self.names is None:
@@ -298,8 +355,8 @@ class _Answer(msgspec.Struct, frozen=True, gc=False):
 
     def standings(self) -> Iterator[tuple[_Found, Sequence[_Standing]]]:
         """As `views`, with state and cause, by namespace."""
-        only = self.found[0] if len(self.found) == 1 else None
-        if only is not None and self.names is None and only.blind is None and not only.doubts:
+        if self.plain:
+            only = self.found[0]
             yield only, only.space.standings(only.fleet)
             return
         for found, view in self.views():
@@ -424,40 +481,38 @@ class Router:
         Raises NotFound for an unknown model, Forbidden for what an untrusted caller may not say, StoreUnavailable if
         the store is away and was never seen, and what tokenising raises.
         """
-        answer = await self._look_up(request, caller)
-        rows: list[tuple[int, ReplicaRef, _Found, ReplicaView, Depth]] = []
-        for found in answer.found:
-            for incarnation, depth in found.depths.items():
-                view = found.live.get(incarnation)
-                if view is not None and (answer.names is None or answer.admits(view.spec.ref)):
-                    rows.append((-depth.blocks * found.space.block_size, view.spec.ref, found, view, depth))
-        rows.sort(key=_deepest_first)
-        listed: dict[ReplicaRef, MatchedReplica] = {}
-        for _, ref, found, view, depth in rows:
-            if len(listed) == request.limit:
-                break
-            if ref not in listed:
-                listed[ref] = answer.entry(found, view, depth)
+        return self._matches(request, await self._look_up(request, caller))
+
+    def match_at_once(self, request: MatchRequest, caller: Caller = TRUSTED) -> MatchResponse | None:
+        """As `match`, or None where something has to be waited for: a tokenizer, a store over the network."""
+        target = self._target(request, caller)
+        spaces = self._by_model.get(target.model)
+        if request.token_ids is None or spaces is None or len(spaces) != 1:
+            return None
+        space = spaces[0]
+        if space.at_once is None or space.down:
+            return None
+        extras = self._extras(request, caller, target)
+        chain = Chain(space.root, space.block_size, request.token_ids, extras, lookahead=space.lookahead)
+        found = self._found(space, chain, space.at_once(chain))
+        names = None if request.replicas is None else frozenset(request.replicas)
+        return self._matches(request, _Answer([found], len(request.token_ids), "ok", names))
+
+    def _matches(self, request: MatchRequest, answer: _Answer) -> MatchResponse:
+        first = answer.found[0]
         total = answer.total()
-        room = min(total, request.limit)
-        if len(listed) < room:
-            for found, view in answer.views():
-                if view.spec.ref not in listed:
-                    listed[view.spec.ref] = answer.entry(found, view, _NO_DEPTH)
-                    if len(listed) == room:
-                        break
-        prompt_blocks = answer.prompt_tokens // answer.block_size
-        self._metrics.prompt_blocks.inc(prompt_blocks)
-        if rows:
-            self._metrics.matched_blocks.inc(rows[0][4].blocks)
+        replicas = _listed_plainly(answer, request.limit) if answer.plain else _listed(answer, request.limit, total)
+        prompt_blocks = answer.prompt_tokens // first.space.block_size
+        self._metrics.prompt_blocks += prompt_blocks
+        self._metrics.matched_blocks += replicas[0].matched_blocks if replicas else 0
         return MatchResponse(
             model=request.model,
-            block_size=answer.block_size,
+            block_size=first.space.block_size,
             prompt_tokens=answer.prompt_tokens,
             prompt_blocks=prompt_blocks,
             index=answer.index,
             total=total,
-            replicas=list(listed.values()),
+            replicas=replicas,
             note=answer.note,
         )
 
@@ -518,8 +573,8 @@ class Router:
             reservation=reservation.id,
         )
         self._metrics.decision(policy.name, decision.reason)
-        self._metrics.prompt_blocks.inc(answer.prompt_tokens // chosen.block_size)
-        self._metrics.matched_blocks.inc(chosen.matched_blocks)
+        self._metrics.prompt_blocks += answer.prompt_tokens // chosen.block_size
+        self._metrics.matched_blocks += chosen.matched_blocks
         return RouteResponse(
             model=request.model,
             replica=chosen.ref.replica,
@@ -825,12 +880,15 @@ class Router:
             except StoreError as error:
                 self._mark_down(space, error)
             else:
-                space.saw(match.fleet, self._clock())
-                depths = self._feedbacks.cut(chain, match.depths)
-                live = space.live(match.fleet)
-                return _Found(space, match.fleet, depths, live, chain=chain, doubts=self._feedbacks.doubts)
+                return self._found(space, chain, match)
         self._metrics.blind_answers.inc()
         return None if space.fleet is None else _Found(space, space.fleet, {}, {}, INDEX_UNAVAILABLE, chain)
+
+    def _found(self, space: _Space, chain: Chain, match: Match) -> _Found:
+        feedbacks = self._feedbacks
+        space.saw(match.fleet, self._clock())
+        depths = feedbacks.cut(chain, match.depths)
+        return _Found(space, match.fleet, depths, space.live(match.fleet), chain=chain, doubts=feedbacks.doubts)
 
     async def _spaces_of(self, model: str) -> list[_Space]:
         spaces = self._by_model.get(model)
@@ -1040,6 +1098,7 @@ class Router:
 
 
 _NO_DEPTH = Depth(0, (0, 0, 0))
+_NO_TIERS = TierBlocks(0, 0, 0)
 _NOTHING = Pending()
 
 
@@ -1048,6 +1107,63 @@ def _reservations_of(store: Store, config: RouterConfig) -> Reservations:
     if isinstance(store, SharesReservations):
         return store.reservations(ttl_s=config.reservation_ttl_s, capacity=config.max_reservations)
     return LocalReservations(ttl_s=config.reservation_ttl_s, capacity=config.max_reservations)
+
+
+def _listed_plainly(answer: _Answer, limit: int) -> list[MatchedReplica]:
+    """`_listed`, for a plain answer: what most are, so it builds nothing twice and nothing that is not listed."""
+    (found,) = answer.found
+    roster = found.space.roster(found.fleet)
+    holders, size = roster.holders, found.space.block_size
+    most = max(0, answer.prompt_tokens - 1) // size
+    rows = [(-depth.blocks, holders[incarnation], depth) for incarnation, depth in found.depths.items()]
+    rows.sort()
+    listed: list[MatchedReplica] = []
+    last, tiers, reusable = None, _NO_TIERS, 0
+    for _, (_, replica, dp_rank, state, cause, role), depth in rows[:limit]:
+        if depth is not last:
+            last, tiers, reusable = depth, TierBlocks(*depth.tiers), min(depth.blocks, most) * size
+        listed.append(
+            MatchedReplica(
+                replica=replica,
+                dp_rank=dp_rank,
+                matched_blocks=depth.blocks,
+                reusable_tokens=reusable,
+                tiers=tiers,
+                state=state,
+                cause=cause,
+                role=role,
+            )
+        )
+    room = min(len(roster.empty), limit) - len(listed)
+    if room > 0:
+        taken = {place for _, (place, *_), _ in rows}
+        listed += islice((row for place, row in enumerate(roster.empty) if place not in taken), room)
+    return listed
+
+
+def _listed(answer: _Answer, limit: int, total: int) -> list[MatchedReplica]:
+    """Deepest first, then by ref; at most `limit`. total: replicas to consider."""
+    rows: list[tuple[int, ReplicaRef, _Found, ReplicaView, Depth]] = []
+    for found in answer.found:
+        for incarnation, depth in found.depths.items():
+            view = found.live.get(incarnation)
+            if view is not None and answer.admits(view.spec.ref):
+                rows.append((-depth.blocks * found.space.block_size, view.spec.ref, found, view, depth))
+    rows.sort(key=_deepest_first)
+    listed: dict[ReplicaRef, MatchedReplica] = {}
+    for _, ref, found, view, depth in rows:
+        if len(listed) == limit:
+            break
+        if ref not in listed:
+            listed[ref] = answer.entry(found, view, depth)
+    room = min(total, limit)
+    if len(listed) < room:
+        for found, view in answer.views():
+            if view.spec.ref not in listed:
+                listed[view.spec.ref] = answer.entry(found, view, _NO_DEPTH)
+                if len(listed) == room:
+                    break
+    return list(listed.values())
 
 
 def _deepest_first(row: tuple[int, ReplicaRef, _Found, ReplicaView, Depth]) -> tuple[int, ReplicaRef]:
@@ -1138,17 +1254,17 @@ def _info(space: _Space, view: ReplicaView, pending: Pending | None, doubt: str 
     )
 
 
-class _RouterMetrics:
-    """What the router counts. Labels come from fixed sets: policies, reasons, error classes."""
+class _RouterMetrics(Collector):
+    """What the router counts. Labels come from fixed sets: policies, reasons, error classes. What every query counts
+    is a plain number here, and a metric only when somebody scrapes."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"metatrie_router_{name}", text, labels, registry=registry)
 
-        self.prompt_blocks = counter("prompt_blocks", "Full blocks in the prompts looked up")
-        self.matched_blocks = counter(
-            "matched_blocks", "Of those, held by the chosen replica (route) or the deepest one (match)"
-        )
+        self.prompt_blocks = 0
+        self.matched_blocks = 0
+        registry.register(self)
         self.blind_answers = counter("blind_answers", "Lookups answered without the index, since it was away")
         self.swept_pages = counter("swept_pages", "Pages of dead incarnations reclaimed")
         self.ignored_namespaces = counter("ignored_namespaces", "Times namespaces were ignored at the bound")
@@ -1163,6 +1279,16 @@ class _RouterMetrics:
         for outcome in OUTCOMES:
             self._outcomes.labels(outcome)
         self._store_errors = counter("store_errors", "Store operations that failed", "error")
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(
+            "metatrie_router_prompt_blocks", "Full blocks in the prompts looked up", value=self.prompt_blocks
+        )
+        yield CounterMetricFamily(
+            "metatrie_router_matched_blocks",
+            "Of those, held by the chosen replica (route) or the deepest one (match)",
+            value=self.matched_blocks,
+        )
 
     def decision(self, policy: str, reason: str) -> None:
         self._decisions.labels(policy, reason).inc()

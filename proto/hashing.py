@@ -282,7 +282,7 @@ class Chain:
         self.block_size = block_size
         self.blocks = max(0, len(tokens) - lookahead) // block_size
         self._tokens = tokens
-        self._extras = None if extras == NO_EXTRAS and not lookahead else extras
+        self._extras = None if (extras is NO_EXTRAS or extras == NO_EXTRAS) and not lookahead else extras
         self._lookahead = lookahead
         self._hash: bytes = root
         self._keys: list[BlockKey] = []

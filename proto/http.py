@@ -21,16 +21,20 @@ import logging
 import re
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from itertools import accumulate
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from .api import MAX_PROMPT_TOKENS, Problem, PromptRequest
 from .errors import (
@@ -44,7 +48,7 @@ from .errors import (
     TooManyRequests,
 )
 from .hashing import token_ids_of
-from .http_front import Front, HotAnswer, HotHead, HotRoute, HotRoutes, RequestHead
+from .http_front import Front, HotAnswer, HotHead, HotRoute, HotRoutes, RequestHead, header_fields
 from .native import Kernel, kernel
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
@@ -70,6 +74,7 @@ _MAX_LOGGED_CAUSES = 256
 _LATENCY_BUCKETS = (
     0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
 )  # fmt: skip
+_BUCKET_BOUNDS = (*(str(bound) for bound in _LATENCY_BUCKETS), "+Inf")
 _AT = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 
 
@@ -235,7 +240,7 @@ def reply(request: web.Request, value: object, *, status: int = 200) -> web.Resp
     return web.Response(status=status, body=body, headers={"Content-Type": media_type})
 
 
-def encoded(head: RequestHead, value: object) -> tuple[str, bytes]:
+def encoded(head: RequestHead, value: object) -> Encoded:
     """Media type and body of that reply."""
     wanted = head.headers.get("Accept")
     if wanted is None or wanted == "*/*":
@@ -248,40 +253,64 @@ def encoded(head: RequestHead, value: object) -> tuple[str, bytes]:
 # Metrics
 
 
-class HttpMetrics:
+class HttpMetrics(Collector):
     """Requests and latency by route. Routes are the server's own templates, so the label set is fixed."""
 
     def __init__(self, registry: CollectorRegistry, process: str) -> None:
         """process: `router`, `sidecar`, …: the metrics are named `metatrie_<process>_http_…`."""
-        self._requests = Counter(
-            f"metatrie_{process}_http_requests", "Requests answered", ["route", "status"], registry=registry
-        )
-        self._seconds = Histogram(
-            f"metatrie_{process}_http_request_seconds",
-            "Time from a request's headers to the end of its handler",
-            ["route"],
-            buckets=_LATENCY_BUCKETS,
-            registry=registry,
-        )
+        self._name = f"metatrie_{process}_http"
+        self._tallies: dict[str, _Tally] = {}
+        registry.register(self)
         self.unexpected = Counter(
             f"metatrie_{process}_http_unexpected_errors",
             "Requests that failed for a defect of ours",
             registry=registry,
         )
-        self._children: dict[tuple[object, int], tuple[Counter, Histogram]] = {}
 
-    def observe(self, route: web.AbstractRoute | str, status: int, seconds: float) -> None:
-        """route: as aiohttp resolved it, or its label."""
-        key: tuple[object, int] = (route if isinstance(route, str) or route.resource is not None else None, status)
-        children = self._children.get(key)
-        if children is None:
-            label = route if isinstance(route, str) else "unmatched"
-            if not isinstance(route, str) and route.resource is not None:
-                label = f"{route.method} {route.resource.canonical}"
-            children = self._requests.labels(label, str(status)), self._seconds.labels(label)
-            self._children[key] = children
-        children[0].inc()
-        children[1].observe(seconds)
+    def tally(self, label: str) -> Callable[[int, float], None]:
+        """Counts one route's requests: status, seconds."""
+        tally = self._tallies.get(label)
+        if tally is None:
+            tally = self._tallies[label] = _Tally()
+        return tally.observe
+
+    def observe(self, route: web.AbstractRoute, status: int, seconds: float) -> None:
+        """route: as aiohttp resolved it."""
+        resource = route.resource
+        self.tally("unmatched" if resource is None else f"{route.method} {resource.canonical}")(status, seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(f"{self._name}_requests", "Requests answered", labels=["route", "status"])
+        seconds = HistogramMetricFamily(
+            f"{self._name}_request_seconds",
+            "Time from a request's headers to the end of its handler",
+            labels=["route"],
+        )
+        for route, tally in self._tallies.items():
+            for status, count in tally.statuses.items():
+                requests.add_metric([route, str(status)], count, created=tally.created)
+            buckets = zip(_BUCKET_BOUNDS, accumulate(tally.buckets), strict=True)
+            seconds.add_metric([route], list(buckets), tally.seconds)
+        yield requests
+        yield seconds
+
+
+class _Tally:
+    """One route's requests. Plain numbers, since a request must not pay for locks and labels."""
+
+    __slots__ = ("buckets", "created", "seconds", "statuses")
+
+    def __init__(self) -> None:
+        self.created = time.time()
+        self.statuses: dict[int, int] = {}
+        self.buckets = [0] * len(_BUCKET_BOUNDS)
+        """Requests by the first bound they do not exceed."""
+        self.seconds = 0.0
+
+    def observe(self, status: int, seconds: float) -> None:
+        self.statuses[status] = self.statuses.get(status, 0) + 1
+        self.buckets[bisect_left(_LATENCY_BUCKETS, seconds)] += 1
+        self.seconds += seconds
 
 
 def metrics_handler(registry: CollectorRegistry) -> Handler:
@@ -310,8 +339,10 @@ def application(
     return app
 
 
-HotHandler = Callable[[HotHead, bytes], Awaitable[tuple[str, bytes]]]
-"""Media type and body of a 200 answer to a POST with this body; raises as other handlers do."""
+Encoded = tuple[str, bytes]
+"""Media type and body."""
+HotHandler = Callable[[HotHead, bytes], Encoded | Awaitable[Encoded]]
+"""The 200 answer to a POST with this body, at once where nothing has to be waited for; raises as others do."""
 
 
 def add_hot_route(app: web.Application, path: str, handler: HotHandler) -> None:
@@ -357,21 +388,32 @@ class _Conventions:
 
     def guarded(self, label: str, handler: HotHandler) -> HotRoute:
         """The handler of a hot route, under the same conventions."""
+        observe, clock = self._metrics.tally(label), time.perf_counter
 
-        async def route(head: HotHead, body: bytes) -> HotAnswer:
-            started = time.perf_counter()
-            self._in_flight += 1
+        def route(head: HotHead, body: bytes) -> HotAnswer | Awaitable[HotAnswer]:
+            started = clock()
             try:
-                if self._in_flight <= self._max_in_flight:
-                    media_type, content = await handler(head, body)
-                    answer = HotAnswer(200, {"Content-Type": media_type}, content)
+                if self._in_flight < self._max_in_flight:
+                    result = handler(head, body)
+                    if not isinstance(result, tuple):
+                        self._in_flight += 1
+                        return wait(result, started)
+                    answer = _success(result)
                 else:
                     answer = _hot(_overloaded())
             except Exception as error:  # as above
                 answer = _hot(self._refusal(error))
+            observe(answer.status, clock() - started)
+            return answer
+
+        async def wait(result: Awaitable[Encoded], started: float) -> HotAnswer:
+            try:
+                answer = _success(await result)
+            except Exception as error:  # as above
+                answer = _hot(self._refusal(error))
             finally:
                 self._in_flight -= 1
-            self._metrics.observe(label, answer.status, time.perf_counter() - started)
+            observe(answer.status, clock() - started)
             return answer
 
         return route
@@ -426,6 +468,7 @@ class _Conventions:
 
 
 _CONVENTIONS = web.AppKey("conventions", _Conventions)
+_TYPE_FIELDS = {media_type: header_fields({"Content-Type": media_type}) for media_type in (JSON, MSGPACK)}
 
 
 def _overloaded() -> web.Response:
@@ -438,7 +481,12 @@ def _overloaded() -> web.Response:
 def _hot(response: web.Response) -> HotAnswer:
     body = response.body
     assert isinstance(body, bytes)
-    return HotAnswer(response.status, response.headers, body)
+    return HotAnswer(response.status, header_fields(response.headers), body)
+
+
+def _success(result: Encoded) -> HotAnswer:
+    media_type, content = result
+    return HotAnswer(200, _TYPE_FIELDS.get(media_type) or header_fields({"Content-Type": media_type}), content)
 
 
 class HttpServer:

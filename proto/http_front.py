@@ -11,9 +11,12 @@ Invariants.
   overtake each other, however a client pipelines, and a body can never pass for a head.
 - What the Front answers follows the same limits as aiohttp's: head size, body size, time for a body to arrive, idle
   time. A head it would have to refuse is left to aiohttp, which words the refusal.
+- A route that need not wait is answered within the callback that brought the last byte of its body: a task, and a
+  turn of the loop for it, would cost as much as the lookup. One such answer per turn and connection, so that a client
+  that pipelines cannot keep the loop.
 
 Bounds. MAX_HEAD bytes of an incomplete head and one body of at most `max_body` are kept per connection; while a hot
-request is answered nothing more is read from its connection.
+request is answered, or its client does not read its answers, nothing more is read from its connection.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ MAX_HEAD: Final = 16_384
 MAX_HEADERS: Final = 100
 
 _HEADER = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([\x21-\x7e](?:[\x20-\x7e\t]*[\x21-\x7e])?)?[ \t]*")
+_LENGTH_DIGITS: Final = 18
 _LENGTH = re.compile(rb"(?:^|\r\n)content-length:[ \t]*([0-9]{1,18})(?=[ \t]*(?:\r\n|$))", re.IGNORECASE)
 _UNUSUAL = frozenset({"transfer-encoding", "content-encoding", "expect", "upgrade", "trailer", "te"})
 """Headers that a hot request must not have."""
@@ -65,13 +69,18 @@ class HotAnswer(NamedTuple):
     """What a hot endpoint answers."""
 
     status: int
-    headers: Mapping[str, str]
-    """Without Content-Length and Date."""
+    fields: bytes
+    """Header lines, each with its end; without Content-Length and Date."""
     body: bytes
 
 
-HotRoute = Callable[[HotHead, bytes], Awaitable[HotAnswer]]
-"""Answers one request; must not raise."""
+HotRoute = Callable[[HotHead, bytes], HotAnswer | Awaitable[HotAnswer]]
+"""Answers one request, at once where nothing has to be waited for; must not raise."""
+
+
+def header_fields(headers: Mapping[str, str]) -> bytes:
+    """Headers as HotAnswer has them."""
+    return b"".join([b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in headers.items()])
 
 
 class HotRoutes:
@@ -166,9 +175,13 @@ class Front(asyncio.Protocol):
         """The hot request whose body is arriving."""
         self._body: list[bytes] = []
         self._missing = 0
-        self._head: tuple[bytes, bytes, _Framing] | None = None
-        """The last head of a hot request but for its body's length: the next one mostly equals it."""
+        self._known: tuple[bytes, bytes, HotRoute, HotHead] | None = None
+        """The last head of a hot request before and after the digits of its body's length, and what it means: the
+        next one mostly equals it."""
         self._busy = False
+        """A hot request is being answered, or the next one waits for its turn."""
+        self._clogged = False
+        """The client does not read what it is sent."""
         self._paused = False
 
     # Protocol
@@ -185,10 +198,14 @@ class Front(asyncio.Protocol):
         self._aiohttp.connection_lost(exc)
 
     def pause_writing(self) -> None:
+        self._clogged = True
         self._aiohttp.pause_writing()
 
     def resume_writing(self) -> None:
+        self._clogged = False
         self._aiohttp.resume_writing()
+        if not self._busy:
+            self._go_on()
 
     def eof_received(self) -> None:
         self._aiohttp.eof_received()
@@ -200,7 +217,7 @@ class Front(asyncio.Protocol):
             self._feed_body(data)
         else:
             self._buffer = self._buffer + data if self._buffer else data
-            if self._busy:
+            if self._busy or (self._clogged and not self._lent):
                 if not self._paused and self._transport is not None:
                     self._paused = True
                     self._transport.pause_reading()
@@ -217,7 +234,9 @@ class Front(asyncio.Protocol):
                 self._aiohttp.data_received(rest)
             elif self._lent:
                 self._lend(self._lent)
-            else:
+            elif self._clogged:
+                return
+            elif not self._take_known():
                 end = self._buffer.find(_END, 0, MAX_HEAD)
                 if end < 0:
                     if len(self._buffer) < MAX_HEAD:
@@ -226,9 +245,26 @@ class Front(asyncio.Protocol):
                 else:
                     self._begin(end)
 
+    def _take_known(self) -> bool:
+        """Take a hot request whose head says the same as the last one's but for the length of its body."""
+        known, data = self._known, self._buffer
+        if known is None or not data.startswith(known[0]):
+            return False
+        before, after, route, head = known
+        at = len(before)
+        stop = data.find(b"\r", at, at + _LENGTH_DIGITS + 1)
+        if stop < 0 or not data.startswith(after, stop) or not data[at:stop].isdigit():
+            return False
+        length, routes = int(data[at:stop]), self._routes
+        if not (0 < length <= routes.max_body and routes.open and self._aiohttp_waits()):
+            return False
+        self._take(route, head, stop + len(after), length)
+        return True
+
     def _begin(self, end: int) -> None:
         """A whole head is buffered: take the request, lend it, or give the connection away."""
-        line, framing = self._read_head(self._buffer[:end])
+        line, _, fields = self._buffer[:end].partition(b"\r\n")
+        framing = _framing(fields) if _is_plain(line) else None
         if framing is None or framing.length < 0:
             self._given = True
             return
@@ -243,29 +279,22 @@ class Front(asyncio.Protocol):
         ):
             self._lend(end + len(_END) + framing.length)
             return
+        head, at = HotHead(framing.headers, self._remote), len(line) + 2
+        digits = _LENGTH.search(fields)
+        assert digits is not None  # there is a body
+        start, stop = at + digits.start(1), at + digits.end(1)
+        self._known = self._buffer[:start], self._buffer[stop : end + len(_END)], route, head
+        self._take(route, head, end + len(_END), framing.length)
+
+    def _take(self, route: HotRoute, head: HotHead, at: int, length: int) -> None:
+        """A hot request's body begins at `at`."""
         self._outlive()
-        self._hot, self._missing = (route, HotHead(framing.headers, self._remote)), framing.length
-        rest, self._buffer = self._buffer[end + len(_END) :], b""
-        if len(rest) < framing.length:
-            routes.waits(self, self._loop)
+        self._hot, self._missing = (route, head), length
+        rest, self._buffer = self._buffer[at:], b""
+        if len(rest) < length:
+            self._routes.waits(self, self._loop)
         if rest:
             self._feed_body(rest)
-
-    def _read_head(self, head: bytes) -> tuple[bytes, _Framing | None]:
-        """Request line, and what the header lines say."""
-        line, _, fields = head.partition(b"\r\n")
-        length = _LENGTH.search(fields)
-        if length is None:
-            return line, _framing(fields) if _is_plain(line) else None
-        before, after = fields[: length.start(1)], fields[length.end(1) :]
-        last = self._head
-        if last is not None and last[0] == before and last[1] == after and _is_plain(line):
-            headers, _, plain = last[2]
-            return line, _Framing(headers, int(length[1]), plain)
-        framing = _framing(fields) if _is_plain(line) else None
-        if framing is not None and framing.length >= 0:
-            self._head = before, after, framing
-        return line, framing
 
     def _lend(self, size: int) -> None:
         """Pass the next `size` bytes on to aiohttp, as they arrive."""
@@ -288,16 +317,24 @@ class Front(asyncio.Protocol):
             self._buffer = data[self._missing :]
             data = data[: self._missing]
         self._missing -= len(data)
-        self._body.append(data)
-        if self._missing:
-            return
+        if self._missing or self._body:
+            self._body.append(data)
+            if self._missing:
+                return
+            data = b"".join(self._body)
+            self._body.clear()
         assert self._hot is not None
         (route, head), self._hot = self._hot, None
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        self._body.clear()
         self._routes.arrived(self)
+        answer = route(head, data)
+        if isinstance(answer, HotAnswer):
+            self._write(answer)
+            if self._buffer:
+                self._busy = True
+                self._loop.call_soon(self._go_on)
+            return
         self._busy = True
-        task = self._loop.create_task(self._answer(route, head, body))
+        task = self._loop.create_task(self._answer(answer))
         self._routes.answering.add(task)
         task.add_done_callback(self._routes.answering.discard)
 
@@ -307,21 +344,26 @@ class Front(asyncio.Protocol):
             self._write(self._routes.too_late(), b"Connection: close\r\n")
             self._transport.close()
 
-    async def _answer(self, route: HotRoute, head: HotHead, body: bytes) -> None:
-        answer = await route(head, body)
+    async def _answer(self, waiting: Awaitable[HotAnswer]) -> None:
+        answer = await waiting
         if self._transport is None or self._transport.is_closing():
             return
         self._write(answer)
-        self._busy = False
         self._outlive()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Turn to what arrived in the meantime."""
+        self._busy = False
+        if self._transport is None or self._transport.is_closing():
+            return
         if self._paused:
             self._paused = False
             self._transport.resume_reading()
         self._advance()
 
     def _write(self, answer: HotAnswer, more: bytes = b"") -> None:
-        status, headers, content = answer
-        fields = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in headers.items())
+        status, fields, content = answer
         assert self._transport is not None
         self._transport.write(
             b"HTTP/1.1 %d %b\r\n%bContent-Length: %d\r\n%b%b\r\n%b"

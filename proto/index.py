@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Annotated, Literal, NewType, Protocol
+from typing import Annotated, Literal, NewType, Protocol, runtime_checkable
 
 import msgspec
 
@@ -264,6 +264,15 @@ class Index(Protocol):
     async def sweep(self, *, pages: int, grace_s: float) -> SweepReport:
         """One bounded step: tombstone replicas whose lease ended more than `grace_s` ago, and clean at most `pages`
         pages of dead incarnations. Any process may call it; at most one works at a time, the others do nothing."""
+        ...
+
+
+@runtime_checkable
+class MatchesAtOnce(Protocol):
+    """An index that has what a match needs in this process."""
+
+    def match_at_once(self, chain: Chain) -> Match:
+        """As `Index.match`, without anything to wait for."""
         ...
 
 

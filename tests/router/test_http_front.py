@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any
 
 import pytest
@@ -16,12 +16,14 @@ from metatrie.proto.http_front import MAX_HEAD, HotHead
 from prometheus_client import CollectorRegistry
 
 MAX_BODY = 100_000
+LARGE = 1 << 20
 
 
 class Served:
     """`/hot` says who answered and what came; `/slow` answers when it is let."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool) -> None:
+        """at_once: whether the hot route answers without a task wherever it does not wait."""
         self.registry = CollectorRegistry()
         self.let = asyncio.Event()
         self.entered = asyncio.Event()
@@ -29,20 +31,30 @@ class Served:
         self.app.router.add_post("/hot", self.ordinary)
         self.app.router.add_post("/slow", self.slow)
         self.app.router.add_get("/plain", self.plain)
-        add_hot_route(self.app, "/hot", self.hot)
+        add_hot_route(self.app, "/hot", self.hot if at_once else self.hot_in_a_task)
 
     async def ordinary(self, request: web.Request) -> web.Response:
         return web.Response(body=self.answer("aiohttp", await request.read()))
 
-    async def hot(self, head: HotHead, body: bytes) -> tuple[str, bytes]:
+    def hot(self, head: HotHead, body: bytes) -> tuple[str, bytes] | Awaitable[tuple[str, bytes]]:
         if body == b"missing":
             raise NotFound("there is nothing", field="x", remedy="send something else")
         if body == b"defect":
             raise KeyError("SECRET")
         if body == b"wait":
-            self.entered.set()
-            await self.let.wait()
+            return self.wait()
+        if body.startswith(b"large"):
+            return "text/plain", b"L" * LARGE
         return "text/plain", self.answer("front", body)
+
+    async def hot_in_a_task(self, head: HotHead, body: bytes) -> tuple[str, bytes]:
+        answer = self.hot(head, body)
+        return answer if isinstance(answer, tuple) else await answer
+
+    async def wait(self) -> tuple[str, bytes]:
+        self.entered.set()
+        await self.let.wait()
+        return "text/plain", self.answer("front", b"wait")
 
     async def slow(self, request: web.Request) -> web.Response:
         body = await request.read()
@@ -89,9 +101,9 @@ class Wire:
             return await self.reader.read() == b""
 
 
-@pytest.fixture
-async def served() -> Served:
-    return Served()
+@pytest.fixture(params=[True, False], ids=["at-once", "in-a-task"])
+async def served(request: pytest.FixtureRequest) -> Served:
+    return Served(at_once=request.param)
 
 
 @pytest.fixture
@@ -216,6 +228,37 @@ async def test_ambiguous_framing_is_never_answered_by_the_front(wire: Wire, line
     wire.writer.write_eof()
     async with asyncio.timeout(10):
         assert b'["front"' not in await wire.reader.read()
+
+
+@pytest.mark.parametrize("length", ["", "+1", "0x1", "1 1", "-1", "1" * 19])
+async def test_a_head_like_the_last_one_must_have_a_length_like_its(wire: Wire, length: str) -> None:
+    for body in (b"a", b"bc"):
+        await wire.send(post("/hot", body))
+        assert (await wire.said())[:2] == ["front", len(body)]
+    await wire.send(f"POST /hot HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\nx".encode())
+    wire.writer.write_eof()
+    async with asyncio.timeout(10):
+        assert b'["front"' not in await wire.reader.read()
+
+
+async def test_a_client_that_does_not_read_is_not_answered_on_and_on(served: Served) -> None:
+    async with HttpServer(served.app) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1 << 14)
+        wire, requests = Wire(reader, writer), 64
+        await wire.send(*[post("/hot", b"large %d" % i) for i in range(requests)])
+        labels = {"route": "POST /hot", "status": "200"}
+        other = Wire(*await asyncio.open_connection("127.0.0.1", server.port))
+        await other.send(post("/hot", b"x"))
+        await other.said()
+        answered = served.registry.get_sample_value("metatrie_test_http_requests_total", labels)
+        assert answered is not None
+        assert answered < requests / 2
+        for _ in range(requests):
+            assert (await wire.answer())[2] == b"L" * LARGE
+        await wire.send(post("/hot", b"end"))
+        assert (await wire.said())[2] == "end"
+        writer.close()
+        other.writer.close()
 
 
 async def test_errors_are_problem_documents_and_are_counted(wire: Wire, served: Served) -> None:
