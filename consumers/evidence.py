@@ -48,10 +48,9 @@ class Departures:
         if delta.reset:
             left.clear()
             self.emptied = Departure(seq, ts)
-        for write in delta.writes:
-            if not write.tiers:
-                left.pop(write.key, None)
-                left[write.key] = Departure(seq, ts)
+        for key in delta.writes.gone():
+            left.pop(key, None)
+            left[key] = Departure(seq, ts)
         while len(left) > self._most:
             left.popitem(last=False)
 

@@ -60,7 +60,7 @@ from ..proto.hashing import (
     event_extra_keys,
     looking_ahead,
 )
-from ..proto.index import PAGE_SPAN, THROUGH, BlockWrite, PageHead, TierMask
+from ..proto.index import PAGE_SPAN, THROUGH, BlockWrite, PackedWrites, PageHead, TierMask
 
 HashMode = Literal["auto", "engine", "recompute"]
 """auto: recompute, and distrust blocks whose published name an established parity does not explain. engine: the
@@ -189,7 +189,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     reset: bool
     """Everything written before belongs to a past incarnation; `writes` start from nothing."""
-    writes: list[BlockWrite]
+    writes: PackedWrites
     """Absolute states, at most one per key, in no particular order."""
 
 
@@ -397,15 +397,10 @@ class Inventory:
         main = 0 if self._main_group is None else self._main_group
         return all(key == (medium, main) or not table for key, table in self._tables.items())
 
-    def attached_writes(self) -> Iterator[BlockWrite]:
+    def attached_writes(self) -> PackedWrites:
         """The whole attached part, as writes for a fresh incarnation. In no particular order."""
-        seen: set[BlockKey] = set()
-        for node in self._nodes.values():
-            if node.mask:
-                for write in self._writes(node):
-                    if write.key not in seen:
-                        seen.add(write.key)
-                        yield write
+        attached = {write.key: write for node in self._nodes.values() if node.mask for write in self._writes(node)}
+        return PackedWrites.of(attached.values())
 
     # ---- applying -----------------------------------------------------------------------------------------------
 
@@ -564,7 +559,7 @@ class Inventory:
         for node in dirty:
             if not node.tiers:
                 self._collect(node)
-        delta = Delta(self._reset, list(self._emitted.values()))
+        delta = Delta(self._reset, PackedWrites.of(self._emitted.values()))
         self._reset, self._emitted = False, {}
         return delta
 

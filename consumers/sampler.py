@@ -82,7 +82,7 @@ class IndexSampler:
     def note(self, delta: Delta) -> None:
         """What the inventory changed: nothing can be said of these blocks in the round that runs."""
         if self._moving is not None:
-            self._moving.update(write.key for write in delta.writes)
+            self._moving.update(delta.writes.keys())
 
     async def round(self) -> bool:
         """Compare one sample. False if nothing can be said of it."""

@@ -27,14 +27,13 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Final
 
 import msgspec
 
 from ..proto.errors import StoreError, StoreRefused, Superseded
 from ..proto.hashing import BlockKey
-from ..proto.index import BlockWrite, Claim, Index, PageHead, ReplicaSpec, ReplicaStatus
+from ..proto.index import BlockWrite, Claim, Index, PackedWrites, PageHead, ReplicaSpec, ReplicaStatus
 from .inventory import Delta, Inventory
 from .lag import Lag
 
@@ -44,6 +43,7 @@ LINGER_S: Final = 0.1
 CHUNK: Final = 4096
 """Blocks per write call."""
 MAX_PENDING: Final = 1_000_000
+"""Blocks that wait. Counted only once twice as many states of blocks have gathered, which take 32 bytes each."""
 BACKOFF_S: Final = (0.05, 2.0)
 """First and longest pause after a failed call; doubles in between."""
 MAX_INVISIBLE: Final = 4096
@@ -56,9 +56,6 @@ REPUBLISH_BLOCKS_S: Final = 100_000
 """Blocks per second a whole inventory is written with; a server takes several times that."""
 
 _log = logging.getLogger("metatrie.consumer")
-
-
-_depth = attrgetter("depth")
 
 
 class WriterStats(msgspec.Struct):
@@ -119,10 +116,12 @@ class IndexWriter:
         self._index, self._spec, self._inventory = index, spec, inventory
         self._owner, self._status, self._synced = owner, status, synced
         self._lease_s, self._refresh_s, self._linger_s = lease_s, refresh_s, linger_s
-        self._pending: dict[BlockKey, BlockWrite] = {}
-        self._flying: list[BlockWrite] = []
-        self._in_flight = 0
-        """Of `_flying`, block states at its end not yet acknowledged."""
+        self._pending: list[PackedWrites] = []
+        """In the order they arose; of a block named twice, the later state counts."""
+        self._gathered = 0
+        """States in them."""
+        self._flying = PackedWrites()
+        """Block states on their way, not yet acknowledged."""
         self._fresh_life = False
         self._witness = b""
         """The store's, taken before the claim."""
@@ -147,7 +146,7 @@ class IndexWriter:
         old it is says how fast we are."""
         if delta.reset:
             self._fresh_life = True
-            self._pending.clear()
+            self._forget_pending()
             self._invisible.clear()
         if delta.writes:
             self._newest_ts = ts or None  # 0.0: the engine's clock was unreadable
@@ -156,16 +155,15 @@ class IndexWriter:
         if self.claim is None:
             self._wake.set()
             return  # publishing starts from the inventory, which has this already
-        for write in delta.writes:
-            self._pending[write.key] = write
+        self._gather(delta.writes)
         if self._touched is not None:
-            self._touched.update(write.head for write in delta.writes)
-        if len(self._pending) > MAX_PENDING:
+            self._touched.update(head for head, _ in delta.writes.by_page())
+        if self._gathered > 2 * MAX_PENDING and len(self._merge()) > MAX_PENDING:
             self._drop_claim()
-        if delta.reset or len(self._pending) >= URGENT_BLOCKS:
+        if delta.reset or self._gathered >= URGENT_BLOCKS:
             self._urgent = True
             self._wake.set()
-        elif self._pending:
+        elif self._gathered:
             self._wake.set()
 
     def status_changed(self) -> None:
@@ -185,11 +183,25 @@ class IndexWriter:
     @property
     def pending(self) -> int:
         """Block states not yet acknowledged."""
-        return len(self._pending) + self._in_flight
+        return len(self._merge()) + len(self._flying)
 
     def unacknowledged(self) -> set[BlockKey]:
         """The blocks `pending` counts: what the store has of them is anybody's guess."""
-        return {*self._pending, *(write.key for write in self._flying[len(self._flying) - self._in_flight :])}
+        return {*self._merge().keys(), *self._flying.keys()}
+
+    def _gather(self, writes: PackedWrites) -> None:
+        if writes:
+            self._pending.append(writes)
+            self._gathered += len(writes)
+
+    def _merge(self) -> PackedWrites:
+        """What is pending, each block once and in the order it is to be written."""
+        merged = PackedWrites.merged(self._pending)
+        self._pending, self._gathered = [merged], len(merged)
+        return merged
+
+    def _forget_pending(self) -> None:
+        self._pending, self._gathered = [], 0
 
     @property
     def current(self) -> bool:
@@ -223,7 +235,7 @@ class IndexWriter:
                     await self._ask_witness()
                 if self.claim is None or self._fresh_life or (self._doubted and time.monotonic() >= self._publish_at):
                     await self._publish()
-                elif self._pending:
+                elif self._gathered:
                     await self._flush()
                 if self._may_activate():
                     await self._activate()
@@ -298,12 +310,13 @@ class IndexWriter:
         self.claim, self.active, self.standby = claim, fresh, False
         self.registered.set()
         self._version = 0
-        self._pending = {write.key: write for write in self._inventory.attached_writes()}
-        self.publishing = bool(self._pending)
+        self._forget_pending()
+        self._gather(self._inventory.attached_writes())
+        self.publishing = bool(self._gathered)
         self._renew.set()
         if claim.previous is None and not fresh:
             await self._activate()
-        if self._pending:
+        if self._gathered:
             await self._flush()
 
     async def _activate(self) -> None:
@@ -318,29 +331,24 @@ class IndexWriter:
         """Write everything pending, as of now. On failure it is pending again, unless something newer came."""
         claim, ts = self.claim, self._newest_ts
         assert claim is not None
-        todo, self._pending = self._pending, {}
-        flushed = len(self._invisible)
-        appear = sorted([w for w in todo.values() if w.tiers], key=_depth)
-        vanish = sorted([w for w in todo.values() if not w.tiers], key=_depth, reverse=True)
-        blocks = appear + vanish
-        done = 0
+        blocks, flushed = self._merge(), len(self._invisible)
+        self._forget_pending()
         try:
-            self._flying, self._in_flight = blocks, len(blocks)
-            while done < len(blocks):
+            self._flying = blocks
+            while self._flying:
                 if self._fresh_life or self.claim is not claim:
                     return  # these belong to a life, or a claim, that just ended
                 self._version += 1
-                await self._index.write(claim.incarnation, self._version, blocks[done : done + CHUNK])
-                done = min(done + CHUNK, len(blocks))
-                self._in_flight = len(blocks) - done
-                if self.publishing and done < len(blocks):
+                await self._index.write(claim.incarnation, self._version, self._flying[:CHUNK])
+                self._flying = self._flying[CHUNK:]
+                if self.publishing and self._flying:
                     await asyncio.sleep(CHUNK / REPUBLISH_BLOCKS_S)
         finally:
-            self._flying, self._in_flight = [], 0
-            self.stats.written += done
-            if done < len(blocks) and not self._fresh_life and self.claim is claim:
-                for write in blocks[done:]:
-                    self._pending.setdefault(write.key, write)
+            left, self._flying = self._flying, PackedWrites()
+            self.stats.written += len(blocks) - len(left)
+            if left and not self._fresh_life and self.claim is claim:
+                self._pending.insert(0, left)
+                self._gathered += len(left)
         self.stats.flushes += 1
         if self.publishing and not self._doubted:
             self.publishing = False
@@ -380,7 +388,7 @@ class IndexWriter:
 
     def _drop_claim(self) -> None:
         self.claim, self.active, self.publishing, self._doubted = None, False, False, False
-        self._pending.clear()
+        self._forget_pending()
         self._wake.set()
 
     async def _stand_by(self, retry_s: float | None) -> None:
@@ -404,10 +412,10 @@ class IndexWriter:
 
     async def _refresh(self) -> None:
         # Pages written after this line are left out of the round: their verified content would be older.
-        self._touched = {write.head for write in self._pending.values()}
+        self._touched = {head for head, _ in self._merge().by_page()}
         claim = self.claim
         pages: dict[PageHead, list[BlockWrite]] = {}
-        for write in list(self._inventory.attached_writes()):
+        for write in self._inventory.attached_writes():
             pages.setdefault(write.head, []).append(write)
         heads = list(pages)
         for at in range(0, len(heads), REFRESH_PAGES):

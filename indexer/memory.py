@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..proto.errors import Superseded
-from ..proto.hashing import BlockKey, Chain, Namespace, NamespaceId
+from ..proto.hashing import KEY_BYTES, BlockKey, Chain, Namespace, NamespaceId
 from ..proto.index import (
     PAGE_SPAN,
     THROUGH,
@@ -28,6 +28,7 @@ from ..proto.index import (
     Fleet,
     Incarnation,
     Match,
+    PackedWrites,
     PageHead,
     ReplicaRef,
     ReplicaSpec,
@@ -206,21 +207,22 @@ class MemoryIndex:
         holder = self._holder(incarnation)
         pages, masks, bit = holder.pages, self._masks, holder.bit
         vacating: set[PageHead] = set()
-        for block in blocks:
-            head, key, tiers = block.head, block.key, block.tiers
+        for head, entries in PackedWrites.of(blocks).by_page():
             page = pages.get(head) or self._page(holder, head)
             if version < page.version:
                 vacating.add(head)
                 continue
             page.version = version
-            if tiers and tiers in _ONE_TIER:  # as `_set` would, for what nearly every block of a fleet is
-                page.blocks[key] = tiers
-                page.fastest |= tiers
-                holder.fastest |= tiers
-                masks[key] = masks.get(key, 0) | bit
-            else:
-                self._set(holder, page, key, tiers)
-                vacating.add(head)
+            for at in range(0, len(entries), KEY_BYTES + 1):
+                key, tiers = BlockKey(entries[at : at + KEY_BYTES]), TierMask(entries[at + KEY_BYTES])
+                if tiers in _ONE_TIER:  # as `_set` would, for what nearly every block of a fleet is
+                    page.blocks[key] = tiers
+                    page.fastest |= tiers
+                    holder.fastest |= tiers
+                    masks[key] = masks.get(key, 0) | bit
+                else:
+                    self._set(holder, page, key, tiers)
+                    vacating.add(head)
         self._forget_empty(holder, vacating)
 
     async def refresh(self, incarnation: Incarnation, version: int, blocks: Sequence[BlockWrite]) -> int:

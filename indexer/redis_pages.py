@@ -30,7 +30,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ..proto.hashing import KEY_BYTES, BlockKey, Chain
-from ..proto.index import PAGE_SPAN, BlockWrite, Depth, Incarnation, PageHead, TierMask
+from ..proto.index import PAGE_SPAN, BlockWrite, Depth, Incarnation, PackedWrites, PageHead, TierMask
 from ..proto.native import kernel
 from .redis_link import Command, RedisLink, script
 
@@ -43,6 +43,8 @@ EMPTY_PAGE_TTL_S = 60
 PAGE_SET_TTL_S = 7 * PAGE_TTL_S
 """Longer than a page's, since writing to a known page does not renew it."""
 
+_ENTRY = KEY_BYTES + 1
+"""Bytes of a block in a script call: key and tiers."""
 _MAX_ENTRIES = 256
 """Blocks per script call: bounds how long one call keeps the server."""
 _MAX_HEADS = 512
@@ -136,10 +138,10 @@ class _Writer:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """One call at a time, or one's SREM could overtake another's SADD."""
 
-    def place(self, blocks: Sequence[BlockWrite]) -> list[tuple[PageHead, BlockWrite]]:
-        """The page to try first for each block."""
+    def place(self, blocks: PackedWrites) -> dict[PageHead, bytes]:
+        """The page to try first for each block: `entries` of pages."""
         if not self.moved:
-            return [(block.head, block) for block in blocks]
+            return dict(blocks.by_page())
         placed = []
         for block in sorted(blocks, key=_in_order):
             moved = self.moved.get(block.head)
@@ -149,7 +151,7 @@ class _Writer:
                 if page is not None:
                     moved[block.key] = page
             placed.append((page or block.head, block))
-        return placed
+        return _entries(placed)
 
     def move(self, block: BlockWrite, refusing: PageHead) -> PageHead:
         """The next page to try after one refused the block. Parents move before their children."""
@@ -192,9 +194,9 @@ class PageWriter:
         self._writers.pop(incarnation, None)
 
     async def write(self, incarnation: Incarnation, version: int, blocks: Sequence[BlockWrite]) -> None:
-        writer = self._writer(incarnation)
+        writer, blocks = self._writer(incarnation), PackedWrites.of(blocks)
         async with writer.lock:
-            await self._put(writer, incarnation, version, writer.place(blocks))
+            await self._put(writer, incarnation, version, writer.place(blocks), blocks)
             if writer.moved:
                 for block in blocks:
                     if not block.tiers:
@@ -232,34 +234,34 @@ class PageWriter:
         return {key: tiers for content in contents.values() for key, tiers in content.own.items()}
 
     async def _put(
-        self, writer: _Writer, incarnation: Incarnation, version: int, placed: Sequence[tuple[PageHead, BlockWrite]]
-    ) -> None:
-        """Write blocks to their pages, and on from there as pages refuse them."""
-        while placed:
-            pages: dict[PageHead, dict[BlockKey, BlockWrite]] = {}
-            for page, block in placed:
-                pages.setdefault(page, {})[block.key] = block
-            refused = await self._write_pages(writer, incarnation, version, pages)
-            refused.sort(key=lambda item: item[1].depth)
-            placed = [(writer.move(block, page), block) for page, block in refused]
-
-    async def _write_pages(
         self,
         writer: _Writer,
         incarnation: Incarnation,
         version: int,
-        pages: Mapping[PageHead, Mapping[BlockKey, BlockWrite]],
-    ) -> list[tuple[PageHead, BlockWrite]]:
+        pages: Mapping[PageHead, bytes],
+        blocks: Iterable[BlockWrite],
+    ) -> None:
+        """Write entries to their pages, and on from there as pages refuse them. blocks: what they say of each."""
+        while pages:
+            refused = await self._write_pages(writer, incarnation, version, pages)
+            if not refused:
+                return
+            by_key = {block.key: block for block in blocks}
+            moving = sorted(((page, by_key[key]) for page, key in refused), key=lambda item: item[1].depth)
+            pages = _entries((writer.move(block, page), block) for page, block in moving)
+
+    async def _write_pages(
+        self, writer: _Writer, incarnation: Incarnation, version: int, pages: Mapping[PageHead, bytes]
+    ) -> list[tuple[PageHead, BlockKey]]:
         """One script call per page and _MAX_ENTRIES blocks. Returns what the pages refused."""
-        adding = {page for page, blocks in pages.items() if any(b.tiers for b in blocks.values())}
+        adding = {page for page, entries in pages.items() if any(entries[KEY_BYTES::_ENTRY])}
         leaving = list(writer.vacated - adding)
         commands: list[Command] = []
         targets: list[PageHead] = []
-        for page, blocks in pages.items():
-            entries = b"".join([key + bytes((block.tiers,)) for key, block in blocks.items()])
-            for at in range(0, len(entries), _MAX_ENTRIES * (KEY_BYTES + 1)):
-                chunk = entries[at : at + _MAX_ENTRIES * (KEY_BYTES + 1)]
-                limits = (self._limit, self._ttl_ms, EMPTY_PAGE_TTL_S * 1000)
+        limits = (self._limit, self._ttl_ms, EMPTY_PAGE_TTL_S * 1000)
+        for page, entries in pages.items():
+            for at in range(0, len(entries), _MAX_ENTRIES * _ENTRY):
+                chunk = entries[at : at + _MAX_ENTRIES * _ENTRY]
                 commands.append((_WRITE, self._keys.page(page), incarnation, version, *limits, chunk))
                 targets.append(page)
         replies = await self._link.run(commands, first=self._membership(incarnation, leaving, adding - writer.known))
@@ -270,7 +272,7 @@ class PageWriter:
             if bits == 0:
                 writer.known.discard(page)
                 writer.vacated.add(page)
-            refused += [(page, pages[page][BlockKey(keys[i : i + 8])]) for i in range(0, len(keys), KEY_BYTES)]
+            refused += [(page, BlockKey(keys[i : i + KEY_BYTES])) for i in range(0, len(keys), KEY_BYTES)]
         return refused
 
     def _membership(
@@ -326,7 +328,7 @@ class PageWriter:
             wrong += len(bad)
             writer.moved.setdefault(head, {}).update(moved)
             if surplus:
-                await self._put(writer, incarnation, version, surplus)
+                await self._put(writer, incarnation, version, _entries(surplus), [block for _, block in surplus])
                 surplus.clear()
             # Only now is nothing left where it should not be.
             if moved:
@@ -334,7 +336,7 @@ class PageWriter:
             else:
                 writer.moved.pop(head, None)
         if missing:
-            await self._put(writer, incarnation, version, missing)
+            await self._put(writer, incarnation, version, _entries(missing), [block for _, block in missing])
         return wrong
 
     async def _read(self, incarnation: Incarnation, heads: Iterable[PageHead]) -> dict[PageHead, _Content]:
@@ -345,6 +347,14 @@ class PageWriter:
             for head, fields in zip(some, pages, strict=True):
                 contents[head] = _content(incarnation, fields)
         return contents
+
+
+def _entries(placed: Iterable[tuple[PageHead, BlockWrite]]) -> dict[PageHead, bytes]:
+    """Per page, (key, 8 bytes; tiers, 1 byte) of each block placed there."""
+    pages: dict[PageHead, list[bytes]] = {}
+    for page, block in placed:
+        pages.setdefault(page, []).append(block.key + bytes((block.tiers,)))
+    return {page: b"".join(entries) for page, entries in pages.items()}
 
 
 def _in_order(block: BlockWrite) -> int:

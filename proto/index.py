@@ -14,13 +14,16 @@ Both backends (memory, Redis) run the same contract suite: tests/contract.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import Annotated, Literal, NewType, Protocol, runtime_checkable
+from operator import attrgetter
+from typing import Annotated, Final, Literal, NewType, Protocol, Self, cast, overload, runtime_checkable
 
 import msgspec
 
-from .hashing import BlockKey, Chain, Namespace
+from .hashing import KEY_BYTES, BlockKey, Chain, Namespace
+from .native import kernel
 
 Incarnation = NewType("Incarnation", int)
 PageHead = NewType("PageHead", bytes)
@@ -151,6 +154,98 @@ class BlockWrite(msgspec.Struct, frozen=True, gc=False):
     """Blocks before it in its chain, from 0."""
     tiers: TierMask
     """0 removes it."""
+
+
+_WRITE = struct.Struct("<8s8s8sIBB2x")
+"""BlockWrite packed: key, parent, head, depth, tiers, whether there is a parent. native/src/writes.rs has it too."""
+
+
+class PackedWrites(Sequence[BlockWrite]):
+    """Block writes in one bytes object, for the way from an inventory to the store: a busy engine's are too many to
+    be an object each. What looks at single ones gets them as ever."""
+
+    __slots__ = ("raw",)
+    SIZE: Final = _WRITE.size
+    """Bytes per block."""
+
+    def __init__(self, raw: bytes = b"") -> None:
+        """raw: a whole number of packed writes."""
+        self.raw = raw
+
+    @classmethod
+    def of(cls, writes: Iterable[BlockWrite]) -> Self:
+        """These writes, packed; the same object if they are."""
+        if isinstance(writes, cls):
+            return writes
+        pack = _WRITE.pack
+        return cls(
+            b"".join([pack(w.key, w.parent or b"", w.head, w.depth, w.tiers, w.parent is not None) for w in writes])
+        )
+
+    def __len__(self) -> int:
+        return len(self.raw) // self.SIZE
+
+    @overload
+    def __getitem__(self, at: int) -> BlockWrite: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> PackedWrites: ...
+
+    def __getitem__(self, at: int | slice) -> BlockWrite | PackedWrites:
+        if isinstance(at, int):
+            return next(iter(self[range(len(self))[at] :]))
+        start, stop, step = at.indices(len(self))
+        if step == 1:
+            return PackedWrites(self.raw[start * self.SIZE : stop * self.SIZE])
+        return PackedWrites(b"".join(self.raw[i * self.SIZE : (i + 1) * self.SIZE] for i in range(start, stop, step)))
+
+    def __iter__(self) -> Iterator[BlockWrite]:
+        for key, parent, head, depth, tiers, below in _WRITE.iter_unpack(self.raw):
+            yield BlockWrite(key, parent if below else None, head, depth, tiers)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, PackedWrites):
+            return self.raw == other.raw
+        return list(self) == other if isinstance(other, list) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as lists have none
+
+    def keys(self) -> list[BlockKey]:
+        """Of each block, in order."""
+        raw = self.raw
+        return cast("list[BlockKey]", [raw[at : at + KEY_BYTES] for at in range(0, len(raw), self.SIZE)])
+
+    def gone(self) -> list[BlockKey]:
+        """Keys of those that are removed, in order."""
+        raw, size = self.raw, self.SIZE
+        flags = raw[_TIERS_AT::size]
+        if 0 not in flags:
+            return []
+        return [BlockKey(raw[i * size : i * size + KEY_BYTES]) for i, tiers in enumerate(flags) if not tiers]
+
+    def by_page(self) -> list[tuple[PageHead, bytes]]:
+        """Per page, in the order they first occur: its head, and (key, 8 bytes; tiers, 1 byte) of each block in it,
+        once with its newest state."""
+        if kernel is not None:
+            return cast("list[tuple[PageHead, bytes]]", kernel.writes_by_page(self.raw))
+        pages: dict[PageHead, dict[bytes, bytes]] = {}
+        for key, _, head, _, tiers, _ in _WRITE.iter_unpack(self.raw):
+            pages.setdefault(head, {})[key] = key + bytes((tiers,))
+        return [(head, b"".join(entries.values())) for head, entries in pages.items()]
+
+    @staticmethod
+    def merged(parts: Sequence[PackedWrites]) -> PackedWrites:
+        """The newest state of every block, of parts in the order they arose, in the order `Index.write` asks for:
+        what appears with parents first, then what goes with children first."""
+        if kernel is not None:
+            return PackedWrites(kernel.merge_writes([part.raw for part in parts]))
+        newest = {write.key: write for part in parts for write in part}
+        appear = sorted((w for w in newest.values() if w.tiers), key=attrgetter("depth"))
+        vanish = sorted((w for w in newest.values() if not w.tiers), key=attrgetter("depth"), reverse=True)
+        return PackedWrites.of(appear + vanish)
+
+
+_TIERS_AT = 3 * KEY_BYTES + 4
 
 
 class Depth(msgspec.Struct, frozen=True, gc=False):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Final, Protocol, cast
 
-INTERFACE: Final = 4
+INTERFACE: Final = 5
 """Version of the functions below; a kernel of another one is not used."""
 PURE_VARIABLE: Final = "METATRIE_PURE"
 
@@ -52,6 +52,14 @@ class Kernel(Protocol):
     def pack_token_ids(self, batch: bytes) -> bytes | None:
         """A msgpack event batch with each array of token ids as one extension value of packed little-endian u32, and
         no other extension value; None where it must be decoded as it is."""
+        ...
+
+    def merge_writes(self, parts: Sequence[bytes]) -> bytes:
+        """PackedWrites.merged, of raw parts."""
+        ...
+
+    def writes_by_page(self, raw: bytes) -> list[tuple[bytes, bytes]]:
+        """PackedWrites.by_page, of raw writes."""
         ...
 
 

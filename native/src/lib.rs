@@ -5,13 +5,14 @@ mod chain;
 mod events;
 mod memo;
 mod prompt;
+mod writes;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
 /// What `proto/native.py` expects; changes with every change of a signature.
-const INTERFACE: u32 = 4;
+const INTERFACE: u32 = 5;
 
 /// Cut the `token_ids` of a JSON object out: (packed little-endian u32, the document with `[0]` in their place), or
 /// None where the document must be decoded the ordinary way.
@@ -118,6 +119,20 @@ fn pack_token_ids<'py>(py: Python<'py>, batch: &[u8]) -> Option<Bound<'py, PyByt
     events::pack(batch).map(|packed| PyBytes::new(py, &packed))
 }
 
+/// The newest state of every block in these packed writes, in the order an index wants them; see `writes`.
+#[pyfunction]
+fn merge_writes<'py>(py: Python<'py>, parts: Vec<Bound<'py, PyBytes>>) -> Bound<'py, PyBytes> {
+    let parts: Vec<&[u8]> = parts.iter().map(|part| part.as_bytes()).collect();
+    PyBytes::new(py, &writes::merge(&parts))
+}
+
+/// Per page of these packed writes, in the order they first occur: its head, and key and tiers of each block.
+#[pyfunction]
+fn writes_by_page<'py>(py: Python<'py>, raw: &[u8]) -> PyResult<Bound<'py, PyList>> {
+    let pages = writes::by_page(raw);
+    PyList::new(py, pages.iter().map(|(head, entries)| (PyBytes::new(py, head), PyBytes::new(py, entries))))
+}
+
 #[pymodule]
 fn metatrie_native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("INTERFACE", INTERFACE)?;
@@ -126,5 +141,7 @@ fn metatrie_native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(extend_chain, m)?)?;
     m.add_function(wrap_pyfunction!(chain_hashes, m)?)?;
     m.add_function(wrap_pyfunction!(pack_token_ids, m)?)?;
+    m.add_function(wrap_pyfunction!(merge_writes, m)?)?;
+    m.add_function(wrap_pyfunction!(writes_by_page, m)?)?;
     Ok(())
 }

@@ -16,7 +16,7 @@ from ...engines.rules import rule_for
 from ...indexer.connect import open_store
 from ...proto.events import decode_batch
 from ...proto.hashing import Chain, Namespace
-from ...proto.index import BlockWrite, Index, ReplicaRef, ReplicaSpec, Store
+from ...proto.index import Index, PackedWrites, ReplicaRef, ReplicaSpec, Store
 from .measure import Figure, encode, median_us, median_us_async, prompt, server_us, stored
 
 REPLICAS = 8
@@ -128,7 +128,7 @@ async def _index(name: str, store: Store, rng: random.Random, client: Redis | No
     return figures
 
 
-def writes_of(index: Index, tokens: list[int]) -> list[BlockWrite]:
+def writes_of(index: Index, tokens: list[int]) -> PackedWrites:
     """A prompt's blocks as an inventory would emit them."""
     inventory = Inventory(index.namespace)
     keys = Chain(index.namespace.root, 16, tokens).keys(len(tokens) // 16)

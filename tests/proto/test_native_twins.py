@@ -14,9 +14,19 @@ from hypothesis import strategies as st
 from metatrie.proto.api import MAX_PROMPT_TOKENS, MatchRequest
 from metatrie.proto.errors import InvalidField, MalformedBatch
 from metatrie.proto.events import BlockStored, decode_batch
-from metatrie.proto.hashing import BlockHash, Chain, PackedTokens, block_hash, block_key, chain_hashes, none_hash
+from metatrie.proto.hashing import (
+    BlockHash,
+    BlockKey,
+    Chain,
+    PackedTokens,
+    block_hash,
+    block_key,
+    chain_hashes,
+    none_hash,
+)
 from metatrie.proto.http import Body, PromptBody
 from metatrie.proto.http_front import HotHead
+from metatrie.proto.index import BlockWrite, PackedWrites, PageHead, TierMask
 from metatrie.proto.native import kernel
 
 needs_kernel = pytest.mark.skipif(
@@ -202,3 +212,49 @@ def test_an_engine_cannot_send_packed_tokens_itself() -> None:
     forged = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "block_size": 16}
     payload = msgspec.msgpack.encode([0.0, [{**forged, "token_ids": msgspec.msgpack.Ext(84, raw)}], 0])
     assert [skipped.cause for skipped in decode_batch(payload, pack_tokens=True).skipped] == ["token_ids"]
+
+
+KEYS = st.integers(0, 5).map(lambda n: BlockKey(n.to_bytes(8, "big")))
+WRITES = st.lists(
+    st.builds(
+        BlockWrite,
+        key=KEYS,
+        parent=KEYS | st.none(),
+        head=KEYS.map(PageHead),
+        depth=st.integers(0, 2**32 - 1),
+        tiers=st.integers(0, 15).map(TierMask),
+    ),
+    max_size=12,
+)
+
+
+@given(WRITES)
+def test_packed_writes_read_like_a_list(writes: list[BlockWrite]) -> None:
+    packed = PackedWrites.of(writes)
+    assert packed == writes
+    assert [packed[i] for i in range(-len(writes), len(writes))] == writes * 2
+    assert all(packed[at : at + 3] == writes[at : at + 3] for at in range(len(writes)))
+    assert packed[::-2] == writes[::-2]
+    assert packed.keys() == [write.key for write in writes]
+    assert packed.gone() == [write.key for write in writes if not write.tiers]
+
+
+@given(st.lists(WRITES, max_size=4))
+def test_merged_writes_are_the_newest_in_the_order_of_writing(parts: list[list[BlockWrite]]) -> None:
+    merged = list(PackedWrites.merged([PackedWrites.of(part) for part in parts]))
+    newest = {write.key: write for part in parts for write in part}
+    assert {write.key: write for write in merged} == newest
+    assert len(merged) == len(newest)
+    appear = [write.depth for write in merged if write.tiers]
+    vanish = [write.depth for write in merged if not write.tiers]
+    assert [bool(write.tiers) for write in merged] == [True] * len(appear) + [False] * len(vanish)
+    assert (appear, vanish) == (sorted(appear), sorted(vanish, reverse=True))
+
+
+@given(WRITES)
+def test_writes_by_page(writes: list[BlockWrite]) -> None:
+    pages: dict[PageHead, dict[BlockKey, bytes]] = {}
+    for write in writes:
+        pages.setdefault(write.head, {})[write.key] = bytes((write.tiers,))
+    found = PackedWrites.of(writes).by_page()
+    assert found == [(head, b"".join(k + t for k, t in blocks.items())) for head, blocks in pages.items()]
