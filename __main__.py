@@ -53,7 +53,7 @@ from .scripts.cli import (
     structured,
     until,
 )
-from .scripts.demo import demonstrate
+from .scripts.demo import BASELINE, demonstrate
 from .scripts.serve import LocalConsumers
 from .scripts.simulate import command as simulate
 from .scripts.stack import StackConfig, running
@@ -377,7 +377,8 @@ def up(
     Starts an embedded Redis unless --redis names one.
     """
     console = Console(stderr=as_json)
-    config = StackConfig(engines=engines, model=model, redis=redis_url, port=0 if demo else port, policy=policy)
+    policies = (BASELINE, policy) if demo else (policy,)
+    config = StackConfig(engines=engines, model=model, redis=redis_url, port=0 if demo else port, policies=policies)
 
     async def run(stop: asyncio.Event) -> None:
         console.print(f"starting Redis, {engines} engines with sidecars, and a router …")

@@ -1,32 +1,33 @@
 """`metatrie up --demo`: one workload, once through round robin and once through prefix-aware routing, side by side.
 
-The driver is an ordinary client. For every turn it asks the router where to go (`POST /v1/route` with the
-messages), sends the chat request to that engine, measures until the first token, reads the engine's own
-`cached_tokens`, and hands that back as feedback. Nothing is computed from the router's claims: hit ratio, times and
-load are what the engines and the clock said.
+The driver is an ordinary OpenAI client: it streams every turn from a router's `/v1/chat/completions` and measures
+until the first token. There is one router per policy, over the same index, and each policy gets emptied caches. Hit
+ratio, times and load are what the engines and the clock said; of the routers only the prediction is taken, from the
+answer's headers, to be held against what the engine served, and their count of why the two differ.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
 import aiohttp
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..indexer.connect import open_store
+from ..indexer.proxy import HEADER
 from ..proto.hashing import BlockKey, Namespace
 from .stack import Engine, Stack
 from .workload import Conversation, WorkloadConfig, conversations
 
-POLICIES: Final = ("round_robin", "hybrid")
+BASELINE: Final = "round_robin"
 QUIET_S: Final = 20.0
 """How long to wait for the index to settle before comparing it with the engines."""
 
@@ -40,8 +41,6 @@ class Turn(msgspec.Struct, frozen=True):
     cached_tokens: int
     ttft_s: float
     total_s: float
-    outcome: str | None = None
-    """What the router made of the engine's count: `equal`, or why it is not."""
 
 
 class Agreement(msgspec.Struct, frozen=True):
@@ -62,11 +61,13 @@ class Outcome(msgspec.Struct, frozen=True):
     turns: list[Turn]
     failures: int
     wall_s: float
+    causes: dict[str, int]
+    """Why predicted and served differ, as the router counted it; see docs/front-door.md."""
     agreement: Agreement
 
 
 async def demonstrate(stack: Stack, workload: WorkloadConfig, console: Console) -> list[Outcome]:
-    """Run the workload under each policy on emptied caches, and print the comparison."""
+    """Run the workload under each policy of the stack on emptied caches, and print the comparison."""
     plans = conversations(workload)
     outcomes: list[Outcome] = []
     connector = aiohttp.TCPConnector(limit=0)
@@ -79,13 +80,14 @@ async def demonstrate(stack: Stack, workload: WorkloadConfig, console: Console) 
     )
     async with aiohttp.ClientSession(connector=connector) as session:
         with Progress(*columns, console=console) as progress:
-            for policy in POLICIES:
+            for policy in stack.routers:
                 await _empty_caches(session, stack)
                 task = progress.add_task(policy.replace("_", " "), total=workload.users * workload.turns)
                 advance = partial(progress.advance, task)
                 turns, failures, wall_s = await _drive(session, stack, plans, policy, workload, advance)
+                causes = await _causes(session, stack.routers[policy], len(turns))
                 agreement = await _compare_index(session, stack)
-                outcomes.append(Outcome(policy, turns, failures, wall_s, agreement))
+                outcomes.append(Outcome(policy, turns, failures, wall_s, causes, agreement))
     console.print(_table(outcomes, [e.name for e in stack.engines]))
     console.print(_verdict(outcomes))
     return outcomes
@@ -127,23 +129,18 @@ async def _drive(
 async def _ask(
     session: aiohttp.ClientSession, stack: Stack, policy: str, messages: list[dict[str, Any]], output_tokens: int
 ) -> tuple[Turn, str]:
-    started = time.perf_counter()
-    model, router = stack.config.model, stack.router_url
-    question = {"model": model, "messages": messages, "policy": policy, "max_output_tokens": output_tokens}
-    async with session.post(f"{router}/v1/route", json=question) as response:
-        response.raise_for_status()
-        route = await response.json()
     body = {
-        "model": model,
+        "model": stack.config.model,
         "messages": messages,
         "max_tokens": output_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    started = time.perf_counter()
     first_s: float | None = None
     pieces: list[str] = []
     usage: dict[str, Any] = {}
-    async with session.post(f"{route['url']}/v1/chat/completions", json=body) as response:
+    async with session.post(f"{stack.routers[policy]}/v1/chat/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.content:
             if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
@@ -156,23 +153,36 @@ async def _ask(
                     first_s = first_s or time.perf_counter() - started
                 if text:
                     pieces.append(text)
-    cached = usage["prompt_tokens_details"]["cached_tokens"] or 0
-    feedback = {"reservation": route["reservation"], "cached_tokens": cached, "finished": True}
-    feedback["prompt_tokens"] = usage["prompt_tokens"]
-    async with session.post(f"{router}/v1/feedback", json=feedback) as response:
-        response.raise_for_status()
-        outcome = (await response.json()).get("outcome")
     total_s = time.perf_counter() - started
     turn = Turn(
-        route["replica"],
+        response.headers[HEADER + "Replica"].partition("/")[0],
         usage["prompt_tokens"],
-        route["reusable_tokens"],
-        cached,
+        int(response.headers[HEADER + "Reusable-Tokens"]),
+        usage["prompt_tokens_details"]["cached_tokens"] or 0,
         first_s or total_s,
         total_s,
-        outcome,
     )
     return turn, "".join(pieces)
+
+
+async def _causes(session: aiohttp.ClientSession, router: str, requests: int) -> dict[str, int]:
+    """Requests by what became of their prediction, once the router has judged them all."""
+    deadline = time.monotonic() + QUIET_S
+    while True:
+        async with session.get(f"{router}/metrics") as response:
+            families = text_string_to_metric_families(await response.text())
+        counted = {
+            sample.labels["outcome"]: int(sample.value)
+            for family in families
+            for sample in family.samples
+            if sample.name == "metatrie_router_feedback_outcomes_total" and sample.value
+        }
+        if sum(counted.values()) >= requests:
+            counted.pop("equal", None)
+            return counted
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the router did not judge all {requests} requests within {QUIET_S:.0f} s")
+        await asyncio.sleep(0.05)
 
 
 async def _empty_caches(session: aiohttp.ClientSession, stack: Stack) -> None:
@@ -277,7 +287,7 @@ def _table(outcomes: Sequence[Outcome], replicas: Sequence[str]) -> Table:
         ),
     )
     row("predicted = served", lambda o: f"{_exact(o.turns):.1%}")
-    row("  else, by cause", lambda o: _causes(o.turns))
+    row("  else, by cause", lambda o: ", ".join(f"{cause} {n}" for cause, n in sorted(o.causes.items())) or "none")
     table.add_section()
     row("blocks in engines", lambda o: f"{o.agreement.engine:,}")
     row("  detached (prefix evicted)", lambda o: f"{o.agreement.detached:,}")
@@ -290,17 +300,17 @@ def _exact(turns: Sequence[Turn]) -> float:
     return sum(t.predicted_tokens == t.cached_tokens for t in turns) / len(turns) if turns else 0.0
 
 
-def _causes(turns: Sequence[Turn]) -> str:
-    causes = Counter(turn.outcome or "unknown" for turn in turns if turn.predicted_tokens != turn.cached_tokens)
-    return ", ".join(f"{cause} {count}" for cause, count in causes.most_common()) or "none"
-
-
 def _verdict(outcomes: Sequence[Outcome]) -> str:
     before, after = outcomes[0], outcomes[-1]
     fresh = [sum(t.prompt_tokens - t.cached_tokens for t in o.turns) for o in (before, after)]
-    ttft = [percentile((t.ttft_s for t in o.turns), 0.5) for o in (before, after)]
+    median, tail = (
+        percentile((t.ttft_s for t in after.turns), share)
+        / max(1e-9, percentile((t.ttft_s for t in before.turns), share))
+        - 1
+        for share in (0.5, 0.99)
+    )
     return (
         f"{after.policy} against {before.policy}: hit ratio {hit_ratio(before.turns):.2f} → "
         f"{hit_ratio(after.turns):.2f}, prefilled tokens {fresh[1] / max(1, fresh[0]) - 1:+.0%}, "
-        f"median time to first token {ttft[1] / max(1e-9, ttft[0]) - 1:+.0%}"
+        f"time to first token p50 {median:+.0%}, p99 {tail:+.0%}"
     )

@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 
 from ..indexer.embedded import EmbeddedRedis
+from ..indexer.policies import DEFAULT_POLICY
 from ..proto.errors import MetatrieError
 
 START_S: Final = 60.0
@@ -38,14 +39,15 @@ class StackConfig(msgspec.Struct, frozen=True, kw_only=True):
     engines: int = 4
     model: str = "demo-model"
     block_size: int = 16
-    num_blocks: int = 2049
+    num_blocks: int = 4097
     max_model_len: int = 16_384
-    prefill_tokens_per_s: float = 10_000.0
+    prefill_tokens_per_s: float = 6_000.0
     redis: str | None = None
     """An existing server's URL; None starts one."""
     port: int = 8080
-    """The router's HTTP port; 0: any free one."""
-    policy: str = "hybrid"
+    """The first router's HTTP port, the others take any free one; 0: so does the first."""
+    policies: tuple[str, ...] = (DEFAULT_POLICY,)
+    """One router each, over the same index."""
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -60,11 +62,17 @@ class Stack(msgspec.Struct, frozen=True):
     """A running stack."""
 
     config: StackConfig
-    router_url: str
+    routers: dict[str, str]
+    """By policy: where its router answers."""
     redis_url: str
     engines: list[Engine]
     logs: Path
     """Directory with one log file per child."""
+
+    @property
+    def router_url(self) -> str:
+        """Of the first policy."""
+        return self.routers[self.config.policies[0]]
 
 
 @contextlib.asynccontextmanager
@@ -84,12 +92,15 @@ async def running(config: StackConfig) -> AsyncIterator[Stack]:
                 for name, said in zip(names, engines, strict=True)
             )
         )
-        router_argv = ["router", "--redis", redis_url, "--port", str(config.port), "--policy", config.policy]
-        router = await children.start("router", logs, router_argv)
+        routers: dict[str, str] = {}
+        for policy in config.policies:
+            port = 0 if routers else config.port
+            argv = ["router", "--redis", redis_url, "--port", str(port), "--policy", policy]
+            routers[policy] = (await children.start(f"router {policy}", logs, argv))["url"]
         await asyncio.gather(*(_until_ready(sidecar["url"]) for sidecar in await sidecars))
         yield Stack(
             config,
-            router["url"],
+            routers,
             redis_url,
             [
                 Engine(name, said["url"], sidecar["url"])

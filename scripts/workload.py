@@ -32,15 +32,17 @@ _QUESTIONS = (
 
 
 class WorkloadConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Size of a workload. Users arrive over `ramp_s` and pause `think_s` on average between their turns."""
+    """Size of a workload. Users arrive over `ramp_s`. Before each turn they read for `read_s`, and then think for
+    `think_s` on average."""
 
     users: int = 48
     turns: int = 4
     documents: int = 20
     document_chars: int = 4_000
     output_tokens: int = 32
-    ramp_s: float = 10.0
-    think_s: float = 1.5
+    ramp_s: float = 7.0
+    read_s: float = 0.4
+    think_s: float = 0.6
     seed: int = 7
 
 
@@ -95,7 +97,7 @@ def conversations(config: WorkloadConfig) -> list[Conversation]:
             system=system,
             document=rng.choices(texts, cum_weights=weights)[0][: config.document_chars],
             questions=rng.sample(_QUESTIONS, k=min(config.turns, len(_QUESTIONS))),
-            pauses_s=[rng.expovariate(1 / config.think_s) for _ in range(config.turns)],
+            pauses_s=[config.read_s + rng.expovariate(1 / config.think_s) for _ in range(config.turns)],
         )
         for user in range(config.users)
     ]

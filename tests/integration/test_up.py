@@ -10,6 +10,9 @@ import sys
 import time
 from typing import Any
 
+from metatrie.indexer.feedback import OUTCOMES
+from metatrie.indexer.policies import DEFAULT_POLICY
+
 
 def test_the_demo_shows_prefix_routing_ahead_and_an_index_that_agrees() -> None:
     argv = ("up", "--demo", "--engines", "2", "--users", "10", "--turns", "2", "--json", "--log-level", "error")
@@ -22,7 +25,7 @@ def test_the_demo_shows_prefix_routing_ahead_and_an_index_that_agrees() -> None:
     )
     assert said.returncode == 0, said.stderr
     before, after = json.loads(said.stdout)
-    assert [before["policy"], after["policy"]] == ["round_robin", "hybrid"]
+    assert [before["policy"], after["policy"]] == ["round_robin", DEFAULT_POLICY]
 
     def cached(outcome: dict[str, Any]) -> int:
         return sum(turn["cached_tokens"] for turn in outcome["turns"])
@@ -32,6 +35,10 @@ def test_the_demo_shows_prefix_routing_ahead_and_an_index_that_agrees() -> None:
         assert len(outcome["turns"]) == 20
         assert outcome["agreement"]["engine"] > 0
         assert outcome["agreement"]["missing"] == outcome["agreement"]["stale"] == 0
+        other = [turn for turn in outcome["turns"] if turn["predicted_tokens"] != turn["cached_tokens"]]
+        assert len(other) <= 1, "nothing is evicted here, so what is predicted is served"
+        assert sum(outcome["causes"].values()) == len(other)
+        assert outcome["causes"].keys() <= set(OUTCOMES)
     assert cached(after) > cached(before)
 
 
