@@ -26,7 +26,7 @@ from .indexer.connect import open_store
 from .indexer.http_api import Registrar, make_app, trust_loopback
 from .indexer.proxy import Proxy, ProxyConfig
 from .indexer.router import Router, RouterConfig
-from .indexer.tenants import Tenants, load_tenants
+from .indexer.tenants import TenantsFile
 from .proto.hashing import DEFAULT_HASH_SEED
 from .proto.http import HttpServer
 from .proto.index import Store
@@ -65,7 +65,7 @@ class _FrontDoor(msgspec.Struct, frozen=True, kw_only=True):
     """Who may call a router, and how it treats engines."""
 
     proxy: ProxyConfig
-    tenants: Tenants | None
+    tenants: TenantsFile | None
     engine_api_key: str | None
 
 
@@ -95,7 +95,10 @@ async def _serve_router(
         shared = bool(os.environ.get(SHARED_PORT))
         async with HttpServer(app, host=config.host, port=config.port, share_port=shared) as server:
             say_ready(kind, url=server.url)
-            await stop.wait()
+            if tenants is None:
+                await stop.wait()
+            else:
+                await until(stop, tenants.follow(router.registry))
 
 
 def _router_config(context: click.Context, **options: Any) -> RouterConfig:
@@ -107,7 +110,7 @@ def _router_config(context: click.Context, **options: Any) -> RouterConfig:
 def _front_door(context: click.Context, tenants: Path | None, engine_api_key: str | None) -> _FrontDoor:
     return _FrontDoor(
         proxy=structured(PROXY_TABLE, ProxyConfig, file_table(context, PROXY_TABLE) or {}),
-        tenants=None if tenants is None else load_tenants(tenants),
+        tenants=None if tenants is None else TenantsFile(tenants),
         engine_api_key=engine_api_key,
     )
 

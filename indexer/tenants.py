@@ -10,12 +10,18 @@ moves when that is changed. What was cached under the old salt is never hit agai
 
 Tokens are kept and looked up as digests under a key of this process's own, so how long a look-up takes says nothing
 about any token; a hit is confirmed in constant time. A caller whose token is unknown learns only that.
+
+Changes. The file is looked at every POLL_S seconds and read again when it was written or replaced. What it says takes
+effect as a whole or not at all: one that cannot be used leaves the last good one in force, which is logged, counted
+and shown as a gauge until it is mended. A tenant's requests in flight and its place in the minute survive a change.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
+import logging
 import secrets
 import stat
 import time
@@ -26,11 +32,17 @@ from pathlib import Path
 from typing import Annotated, Final, Protocol
 
 import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from ..proto.errors import ConfigError, Forbidden, NotFound, TooManyRequests, Unauthorized
 
 MIN_SECRET_BYTES: Final = 16
 MIN_TOKEN_CHARS: Final = 16
+MAX_FILE_BYTES: Final = 16 << 20
+POLL_S: Final = 1.0
+"""Between two looks at the file."""
+
+_log = logging.getLogger("metatrie.tenants")
 
 SaltOf = Callable[[str], str | None]
 """Tenant name → its cache salt; None: its prefixes are not isolated."""
@@ -47,13 +59,20 @@ class Quota:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """None: no limit. The bucket holds a minute's worth and starts full."""
-        self._max_in_flight = max_in_flight
-        self._rate = None if requests_per_minute is None else requests_per_minute / 60
-        self._burst = 0.0 if requests_per_minute is None else max(1.0, requests_per_minute)
-        self._level = self._burst
         self._clock = clock
         self._at = clock()
+        self._rate: float | None = None
+        self._burst = self._level = 0.0
         self.in_flight = 0
+        self.limit(max_in_flight=max_in_flight, requests_per_minute=requests_per_minute)
+
+    def limit(self, *, max_in_flight: int | None, requests_per_minute: float | None) -> None:
+        """Set other limits. What is in flight, and what is used up of the minute, stays."""
+        self._max_in_flight = max_in_flight
+        used = self._burst - self._level
+        self._rate = None if requests_per_minute is None else requests_per_minute / 60
+        self._burst = 0.0 if requests_per_minute is None else max(1.0, requests_per_minute)
+        self._level = max(0.0, self._burst - used)
 
     def take(self) -> None:
         """Count one request. Raises TooManyRequests, saying when the next may come."""
@@ -200,16 +219,22 @@ class Tenants:
     Raises ConfigError, naming the entry, for a file that would not isolate what it says it does.
     """
 
-    def __init__(self, config: TenantsConfig) -> None:
+    def __init__(self, config: TenantsConfig, before: Tenants | None = None) -> None:
+        """before: whose quotas go on, under their old limits until `enforce`."""
         self._config = config
         _check(config)
+        self._quotas: dict[str, Quota] = {}
         callers: dict[bytes, Caller] = {}
         for name, tenant in config.tenants.items():
+            quota = None if before is None else before._quotas.get(name)
+            if quota is None:
+                quota = Quota(max_in_flight=tenant.max_in_flight, requests_per_minute=tenant.requests_per_minute)
+            self._quotas[name] = quota
             caller = Caller(
                 trusted=tenant.trusted,
                 tenant=name,
                 models=None if tenant.models is None else frozenset(tenant.models),
-                quota=Quota(max_in_flight=tenant.max_in_flight, requests_per_minute=tenant.requests_per_minute),
+                quota=quota,
             )
             digests = [_digest(token) for token in tenant.tokens] + [bytes.fromhex(d) for d in tenant.token_digests]
             for digest in digests:
@@ -217,6 +242,13 @@ class Tenants:
                     raise ConfigError(f"tenants.{name}", "shares a token with another tenant", "give each its own")
                 callers[digest] = caller
         self._auth = BearerAuth.of_digests(callers)
+
+    def enforce(self) -> None:
+        """Bring quotas that were taken over to this file's limits."""
+        for name, tenant in self._config.tenants.items():
+            self._quotas[name].limit(
+                max_in_flight=tenant.max_in_flight, requests_per_minute=tenant.requests_per_minute
+            )
 
     def __call__(self, request: HasHeaders) -> Caller:
         """Raises Unauthorized."""
@@ -234,13 +266,72 @@ class Tenants:
         return hmac.new(salt.secrets[str(version)].encode(), group.encode(), "sha256").hexdigest()
 
 
-def load_tenants(path: Path) -> Tenants:
-    """Read a tenants file. Raises ConfigError, also where others than its owner and group may read it."""
+class TenantsFile:
+    """The tenants of a file, as it is now. Usable as `Tenants` are; `follow` keeps up with the file."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError as `load_tenants`."""
+        self._path = path
+        self._stamp = _stamp(path)
+        self._tenants = load_tenants(path)
+
+    def __call__(self, request: HasHeaders) -> Caller:
+        """Raises Unauthorized."""
+        return self._tenants(request)
+
+    def salt_of(self, tenant: str) -> str | None:
+        """See Tenants."""
+        return self._tenants.salt_of(tenant)
+
+    async def follow(self, registry: CollectorRegistry, *, poll_s: float = POLL_S) -> None:
+        """Read the file again whenever it changed, until cancelled."""
+        reloads = Counter("metatrie_tenants_reloads", "Times a changed file was read", ("result",), registry=registry)
+        refused = Gauge(
+            "metatrie_tenants_file_refused", "1: the file cannot be used, an older one is in force", registry=registry
+        )
+        results = {ok: reloads.labels("loaded" if ok else "refused") for ok in (True, False)}
+        while True:
+            await asyncio.sleep(poll_s)
+            stamp = _stamp(self._path)
+            if stamp == self._stamp:
+                continue
+            self._stamp = stamp  # taken before reading: what is written meanwhile is seen at the next look
+            try:
+                tenants = await asyncio.to_thread(load_tenants, self._path, self._tenants)
+            except ConfigError as error:
+                _log.error("the changed tenants file is refused, the last good one stays in force: %s", error)
+                loaded = False
+            else:
+                tenants.enforce()
+                self._tenants = tenants
+                _log.info("the changed tenants file is in force")
+                loaded = True
+            results[loaded].inc()
+            refused.set(not loaded)
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """Changes when the file is written or replaced, or may be read by others; None while there is none."""
     try:
-        if path.stat().st_mode & stat.S_IROTH:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode
+
+
+def load_tenants(path: Path, before: Tenants | None = None) -> Tenants:
+    """Read a tenants file. before: whose quotas go on. Raises ConfigError, also where others than its owner and group
+    may read it."""
+    try:
+        found = path.stat()
+        if found.st_mode & stat.S_IROTH:
             raise ConfigError("tenants", f"{path.name} holds secrets and everybody may read it", "chmod o-r it")
+        if found.st_size > MAX_FILE_BYTES:
+            raise ConfigError(
+                "tenants", f"{path.name} has more than {MAX_FILE_BYTES} bytes", "leave out what is unused"
+            )
         table = tomllib.loads(path.read_text("utf-8"))
-        return Tenants(msgspec.convert(table, TenantsConfig))
+        return Tenants(msgspec.convert(table, TenantsConfig), before)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         raise ConfigError("tenants", f"{path.name} cannot be read as TOML", "see docs/front-door.md") from None
     except msgspec.ValidationError as error:

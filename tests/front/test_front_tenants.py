@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from aiohttp import web
 from metatrie.indexer.models import ModelConfig
 from metatrie.indexer.proxy import HEADER
 from metatrie.indexer.router import RouterConfig
-from metatrie.indexer.tenants import BearerAuth, Caller, Quota, Tenants, TenantsConfig, load_tenants
+from metatrie.indexer.tenants import BearerAuth, Caller, Quota, Tenants, TenantsConfig, TenantsFile, load_tenants
 from metatrie.proto.errors import ConfigError, TooManyRequests, Unauthorized
+from prometheus_client import CollectorRegistry
 
 OpenFront = Callable[..., Awaitable[Any]]
 Eventually = Callable[..., Awaitable[None]]
@@ -343,3 +346,101 @@ def test_a_file_that_would_not_isolate_is_refused(tmp_path: Path, text: str, say
 def test_a_file_everybody_may_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="chmod"):
         load_tenants(write(tmp_path, GOOD, mode=0o644))
+
+
+# Changes of the file
+
+
+@contextlib.asynccontextmanager
+async def followed(file: Path) -> AsyncIterator[tuple[TenantsFile, Callable[[str, str], float]]]:
+    """The file's tenants, and how often a change was `loaded` or `refused` so far."""
+    registry = CollectorRegistry()
+    tenants = TenantsFile(file)
+    task = asyncio.create_task(tenants.follow(registry, poll_s=0.005))
+
+    def value(name: str, result: str = "") -> float:
+        labels = {"result": result} if result else {}
+        return registry.get_sample_value(f"metatrie_tenants_{name}", labels) or 0.0
+
+    try:
+        yield tenants, value
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_a_changed_file_takes_effect_and_a_bad_one_does_not(tmp_path: Path, eventually: Eventually) -> None:
+    file = write(tmp_path, GOOD)
+    async with followed(file) as (tenants, value):
+        salt = tenants.salt_of("acme")
+
+        async def becomes(text: str, result: str, mode: int = 0o600) -> None:
+            before = value("reloads_total", result)
+            # Replaced as a whole, as an operator or a mounted secret does it.
+            os.replace(write(new, text, mode), file)
+
+            async def seen() -> bool:
+                return value("reloads_total", result) > before
+
+            await eventually(seen)
+
+        new = tmp_path / "new"
+        new.mkdir()
+        await becomes(GOOD + f'[tenants.b]\ntokens = ["{token("b")}"]', "loaded")
+        assert tenants(Request(**bearer("b"))).tenant == "b"
+        for text, mode in (("nonsense", 0o600), (GOOD.replace("version = 1", "version = 7"), 0o600), (GOOD, 0o644)):
+            await becomes(text, "refused", mode)
+            assert value("file_refused", "") == 1
+            assert tenants(Request(**bearer("b"))).tenant == "b"
+            assert tenants.salt_of("acme") == salt
+        await becomes(
+            GOOD.replace("version = 1", "version = 2").replace("{ 1 =", '{ 2 = "fedcba9876543210", 1 ='), "loaded"
+        )
+        assert value("file_refused", "") == 0
+        assert tenants.salt_of("acme") not in (None, salt)
+        with pytest.raises(Unauthorized):
+            tenants(Request(**bearer("b")))
+
+
+async def test_a_file_that_is_gone_changes_nothing_until_it_is_back(tmp_path: Path, eventually: Eventually) -> None:
+    file = write(tmp_path, GOOD)
+    async with followed(file) as (tenants, value):
+        for expected, change in (
+            ("refused", file.unlink),
+            ("loaded", lambda: write(tmp_path, GOOD.replace("acme", "lab"))),
+        ):
+            change()
+
+            async def seen(expected: str = expected) -> bool:
+                return value("reloads_total", expected) == 1
+
+            await eventually(seen)
+            name = "acme" if expected == "refused" else "lab"
+            assert tenants(Request(**bearer(name))).tenant == name
+
+
+async def test_what_a_tenant_has_running_and_used_up_survives_a_change(
+    tmp_path: Path, eventually: Eventually
+) -> None:
+    limited = GOOD + "requests_per_minute = 2\n"
+    file = write(tmp_path, limited)
+    async with followed(file) as (tenants, value):
+        quota = tenants(Request(**bearer("acme"))).quota
+        assert quota is not None
+        with quota.slot():
+            quota.take()
+            write(tmp_path, limited.replace("max_in_flight = 4", "max_in_flight = 1").replace("= 2", "= 1.5"))
+
+            async def seen() -> bool:
+                return value("reloads_total", "loaded") == 1
+
+            await eventually(seen)
+            after = tenants(Request(**bearer("acme"))).quota
+            assert after is not None
+            with pytest.raises(TooManyRequests), after.slot():
+                pass
+            with pytest.raises(TooManyRequests):
+                after.take()
+        with after.slot():
+            pass
