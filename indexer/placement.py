@@ -3,8 +3,10 @@
 Strategy. Between routing and the engine's store event lie a queue, a prefill and the event's own way; a burst of
 equal prompts decided in that gap would spread over the whole fleet and be computed everywhere. So the router counts
 the blocks it sent itself, on top of what the index knows, until the event must have arrived: while the prefill is
-pending, and `settle_s` after it is over, at most `ttl_s` in all. Entries belong to an incarnation: what was sent to a
-cache that is gone counts for nothing.
+pending, and for a while after it is over, at most `ttl_s` in all. That while follows how late the replica's events
+are: LAGS times that and MARGIN_S, at most `settle_s`. Longer would be wrong where a cache turns over within seconds:
+what was stored and evicted since would still count. Entries belong to an incarnation: what was sent to a cache that
+is gone counts for nothing.
 
 Each block carries one reference per entry that names it, so the end of an earlier request never removes what a later
 one still counts on. A request therefore names every block from the index's own depth on, also those that another
@@ -18,6 +20,7 @@ holes. A hole needs an eviction between two entries, and costs a cache miss.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
@@ -29,6 +32,10 @@ from ..proto.index import Incarnation
 DEFAULT_TTL_S = 120.0
 DEFAULT_SETTLE_S = 15.0
 """Longer than any event lag worth routing by."""
+MARGIN_S = 1.0
+"""Longer than an event takes where nothing lags: an engine step, and what a consumer waits for company."""
+LAGS = 4.0
+"""The lag is as of the consumer's last renewal, and may have grown."""
 DEFAULT_CAPACITY = 4_000_000
 
 
@@ -36,6 +43,7 @@ class _Sent(msgspec.Struct, gc=False):
     incarnation: Incarnation
     keys: Sequence[BlockKey]
     start: int
+    settle_s: float
     expires_at: float
 
 
@@ -51,8 +59,8 @@ class Placements:
         self._room = capacity
         self._pending: OrderedDict[str, _Sent] = OrderedDict()
         """By request, soonest expiry first."""
-        self._settling: OrderedDict[str, _Sent] = OrderedDict()
-        """The same, of those whose prefill is over."""
+        self._settling: list[tuple[float, str, _Sent]] = []
+        """Those whose prefill is over: a heap, soonest expiry first."""
         self._counted: dict[Incarnation, Counter[BlockKey]] = {}
 
     def depth(self, incarnation: Incarnation, keys: Sequence[BlockKey], matched: int) -> int:
@@ -82,20 +90,28 @@ class Placements:
         return incarnation in self._counted
 
     def sent(
-        self, request: str, incarnation: Incarnation, keys: Sequence[BlockKey], matched: int, now: float
+        self,
+        request: str,
+        incarnation: Incarnation,
+        keys: Sequence[BlockKey],
+        matched: int,
+        now: float,
+        *,
+        lag_s: float | None = None,
     ) -> None:
         """A request was routed there. keys: all blocks of its prompt, kept until it ends; matched: what the index
-        knew it to hold."""
+        knew it to hold; lag_s: how late the replica's events are, None if that is not known."""
         fresh = len(keys) - matched
         if fresh <= 0:
             return
         while self._room < fresh and (self._settling or self._pending):
-            oldest = self._settling or self._pending
-            self._remove(oldest.popitem(last=False)[1])
+            oldest = heapq.heappop(self._settling)[2] if self._settling else self._pending.popitem(last=False)[1]
+            self._remove(oldest)
         if self._room < fresh:
             return
         self._room -= fresh
-        self._pending[request] = _Sent(incarnation, keys, matched, now + self._ttl_s)
+        settle_s = self._settle_s if lag_s is None else min(self._settle_s, MARGIN_S + LAGS * lag_s)
+        self._pending[request] = _Sent(incarnation, keys, matched, settle_s, now + self._ttl_s)
         counted = self._counted.get(incarnation)
         if counted is None:
             counted = self._counted[incarnation] = Counter()
@@ -105,8 +121,7 @@ class Placements:
         """Its prefill is over: the store event is on its way. Unknown requests are ignored."""
         sent = self._pending.pop(request, None)
         if sent is not None:
-            sent.expires_at = now + self._settle_s
-            self._settling[request] = sent
+            heapq.heappush(self._settling, (now + sent.settle_s, request, sent))
 
     def cancel(self, request: str) -> None:
         """It ended before its prefill did. Unknown requests, and those past their prefill, are ignored."""
@@ -115,13 +130,14 @@ class Placements:
             self._remove(sent)
 
     def expire(self, now: float) -> None:
-        for queue in (self._settling, self._pending):
-            while queue:
-                sent = next(iter(queue.values()))
-                if sent.expires_at > now:
-                    break
-                queue.popitem(last=False)
-                self._remove(sent)
+        while self._settling and self._settling[0][0] <= now:
+            self._remove(heapq.heappop(self._settling)[2])
+        while self._pending:
+            sent = next(iter(self._pending.values()))
+            if sent.expires_at > now:
+                break
+            self._pending.popitem(last=False)
+            self._remove(sent)
 
     def _remove(self, sent: _Sent) -> None:
         self._room += len(sent.keys) - sent.start

@@ -953,7 +953,10 @@ class Router:
             if view.spec.ref == ref:
                 if found.chain is not None and view.incarnation is not None:
                     keys = found.chain.keys(found.chain.blocks)
-                    self._placements.sent(reservation, view.incarnation, keys, chosen.matched_blocks, now)
+                    lag_s = view.status.lag_s if found.state(view) == "exact" else None
+                    self._placements.sent(
+                        reservation, view.incarnation, keys, chosen.matched_blocks, now, lag_s=lag_s
+                    )
                 return
 
     def _policy(self, request: RouteRequest) -> Policy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from metatrie.indexer.placement import Placements
+from metatrie.indexer.placement import LAGS, MARGIN_S, Placements
 from metatrie.proto.hashing import BlockKey
 from metatrie.proto.index import Incarnation
 
@@ -42,6 +42,21 @@ def test_it_counts_until_the_event_must_have_come() -> None:
         depths[now] = [placements.depth(ONE, keys(r + "x"), 0) for r in "pqr"]
     assert depths == {59: [2, 0, 2], 60: [0, 0, 2], 99: [0, 0, 2], 100: [0, 0, 0]}
     assert not placements.knows(ONE)
+
+
+def test_it_counts_no_longer_than_the_events_lag() -> None:
+    placements = Placements(settle_s=10)
+    lags = {"a": None, "b": 0.0, "c": 0.5, "d": 60.0}
+    for request, lag_s in lags.items():
+        placements.sent(request, ONE, keys(request), 0, now=0, lag_s=lag_s)
+        placements.computed(request, 1)
+    ends: dict[str, float] = {}
+    for tenths in range(10, 130):
+        placements.expire(tenths / 10)
+        for request in lags:
+            if not placements.depth(ONE, keys(request), 0):
+                ends.setdefault(request, tenths / 10)
+    assert ends == {"a": 11, "b": 1 + MARGIN_S, "c": 1 + MARGIN_S + LAGS * 0.5, "d": 11}
 
 
 def test_an_earlier_requests_end_never_removes_a_later_ones_blocks() -> None:
