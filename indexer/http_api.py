@@ -49,6 +49,7 @@ from ..proto.http import (
     reply,
 )
 from ..proto.http_front import HotHead, RequestHead
+from ..proto.soon import Soon
 from .openapi import Endpoint, Parameter, document
 from .proxy import Proxy
 from .router import Router
@@ -137,11 +138,21 @@ def endpoints(
         caller = admitted(request)
         return reply(request, await router.match(await match_body.read(request), caller))
 
-    def hot_match(head: HotHead, body: bytes) -> Encoded | Awaitable[Encoded]:
+    def hot_match(head: HotHead, body: bytes) -> Encoded | Soon[Encoded] | Awaitable[Encoded]:
         caller = admitted(head)
         asked = match_body.decode(head, body)
-        answer = router.match_at_once(asked, caller)
-        return later(head, router.match(asked, caller)) if answer is None else encoded(head, answer)
+        answer = router.match_quickly(asked, caller)
+        if answer is None:
+            return later(head, router.match(asked, caller))
+        if isinstance(answer, Soon):
+            return answer.map(partial(in_time, head))
+        return encoded(head, answer)
+
+    def in_time(
+        head: HotHead, answer: Callable[[], MatchResponse | Awaitable[MatchResponse]]
+    ) -> Encoded | Awaitable[Encoded]:
+        made = answer()
+        return encoded(head, made) if isinstance(made, MatchResponse) else later(head, made)
 
     def hot_route(head: HotHead, body: bytes) -> Awaitable[Encoded]:
         caller = admitted(head)

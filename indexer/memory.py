@@ -294,9 +294,9 @@ class MemoryIndex:
     # Reading
 
     async def match(self, chain: Chain) -> Match:
-        return self.match_at_once(chain)
+        return self.match_quickly(chain)
 
-    def match_at_once(self, chain: Chain) -> Match:
+    def match_quickly(self, chain: Chain) -> Match:
         snapshot = self._read_registry()
         alive, total, probe = snapshot.live, chain.blocks, self._masks.get
         ended: list[tuple[int, int]] = []

@@ -124,6 +124,17 @@ class RedisLink:
                     replies += await self._pipelined(self._client, some)
         return replies[len(first) :]
 
+    def post(self, commands: Sequence[Command], bring: Callable[[list[Any] | Exception], None]) -> bool:
+        """Send a few reads or scripts whose replies, or whose failure, are handed to `bring` as they are: error
+        replies among the others, nothing sent again. False, where `run` must do it: the connection is not open yet,
+        too much is in flight, or this is a cluster."""
+        wire = None if self._closed else self._wires.get(("", True))
+        return wire is not None and wire.post([_by_digest(c) for c in commands], bring, most=MAX_CALLS)
+
+    async def failed(self, error: Exception) -> NoReturn:
+        """Raise what a failure handed to `bring` means."""
+        _fail(error)
+
     async def settings(self, pattern: str) -> dict[str, dict[str, str]]:
         """Settings of every primary that tells, by address (a single server's is ``). Managed services often forbid
         CONFIG; then nothing."""

@@ -59,6 +59,9 @@ _RECENT = 8
 """Queries that count as recent."""
 _MAX_WRITERS = 4096
 """Incarnations written by this process; beyond it the oldest is forgotten, and refreshed from what its pages show."""
+_MAX_SEEN = 1 << 16
+"""Blocks at ends of pages remembered as held, about 100 bytes each; all are dropped at the bound. A hint only: what
+it gets wrong costs a round trip."""
 _MAX_TABLES = 4096
 """Decoded holder tables kept between queries; all are dropped at the bound."""
 
@@ -384,12 +387,15 @@ def _batches(items: Iterable[PageHead], size: int) -> Iterator[Sequence[PageHead
         yield everything[at : at + size]
 
 
-@dataclass(slots=True)
-class _Segment:
+class _Segment(NamedTuple):
     """The part of a chain that lies in one page: keys[start:stop], headed by the first."""
 
     start: int
     stop: int
+
+
+_Closer = list[tuple[Incarnation, list[int], bool]]
+"""Replicas whose blocks in a page must be looked at one by one, their counts, and whether they pass it."""
 
 
 class _Walk:
@@ -424,7 +430,7 @@ class _Walk:
                 counts[single[incarnation]] += self._pending
         self._last, self._pending = None, 0
 
-    def step(self, table: _Table, first: int, last: int, blocks: int) -> list[tuple[Incarnation, list[int], bool]]:
+    def step(self, table: _Table, first: int, last: int, blocks: int) -> _Closer:
         """Pass a page with these bitmaps at its ends. Returns whose blocks must be looked at one by one: those who
         leave inside (False), and those who pass but use several tiers (True)."""
         look = self._last
@@ -433,7 +439,7 @@ class _Walk:
             return []
         self.settle()
         masks, single = table.masks, table.single
-        closer: list[tuple[Incarnation, list[int], bool]] = []
+        closer: _Closer = []
         ended: list[Incarnation] = []
         for incarnation, counts in self.alive.items():
             mask = masks.get(incarnation, 0)
@@ -455,8 +461,31 @@ class _Walk:
 
     def depths(self) -> dict[Incarnation, Depth]:
         self.settle()
-        everyone = (self.ended | self.alive).items()
-        return {i: Depth(sum(counts), (counts[0], counts[1], counts[2])) for i, counts in everyone if any(counts)}
+        depths: dict[Incarnation, Depth] = {}
+        alike: dict[tuple[int, ...], Depth] = {}
+        for counted in (self.ended, self.alive):
+            for incarnation, counts in counted.items():
+                gpu, cpu, storage = tiers = tuple(counts)
+                blocks = gpu + cpu + storage
+                if blocks:
+                    depth = alike.get(tiers)
+                    if depth is None:
+                        depth = alike[tiers] = Depth(blocks, (gpu, cpu, storage))
+                    depths[incarnation] = depth
+        return depths
+
+
+class Reading(NamedTuple):
+    """The reads a match begins with."""
+
+    stop: int
+    """Blocks covered."""
+    segments: list[_Segment]
+    """One per page."""
+    whole: int
+    """Which of them is read whole; -1: none."""
+    commands: list[Command]
+    """One per page."""
 
 
 class PageReader:
@@ -466,41 +495,91 @@ class PageReader:
         self._link = link
         self._keys = keys
         self._tables: dict[bytes, _Table] = {}
+        self._seen: set[BlockKey] = set()
+        """Blocks at an end of a page that some replica held when they were read last; at most _MAX_SEEN."""
         self._usual = 0.0
         """Blocks that queries matched of late."""
 
-    def begin(self, chain: Chain) -> list[Command]:
+    def begin(self, chain: Chain) -> Reading:
         """The reads `match` begins with, for the caller to send along with its own."""
         # A chain somebody hashed before costs nothing to look up further at once.
         free = len(chain.keys(0))
         if kernel is not None:
             free = max(free, (int(self._usual) + PAGE_SPAN - 1) // PAGE_SPAN * PAGE_SPAN)
         stop = min(max(_FIRST_CHUNK, min(free, _MAX_CHUNK)), chain.blocks)
-        keys = chain.keys(stop)
-        return [self._ends(keys, segment) for segment in _segments(0, stop)]
+        keys, segments = chain.keys(stop), _segments(0, stop)
+        commands = [self._ends(keys, segment) for segment in segments]
+        # A page that is known to begin on this chain, and not to end on it, is where a conversation goes on: read it
+        # whole, since the chain probably breaks inside.
+        for i, segment in enumerate(segments):
+            if keys[segment.stop - 1] not in self._seen:
+                if keys[segment.start] not in self._seen:
+                    break
+                commands[i] = self._whole(keys, segment)
+                return Reading(stop, segments, i, commands)
+        return Reading(stop, segments, -1, commands)
+
+    def finish(
+        self, chain: Chain, live: Iterable[Incarnation], reading: Reading, replies: Sequence[Any]
+    ) -> dict[Incarnation, Depth] | None:
+        """`match`, where these replies are all it needs; else None."""
+        keys, walk = chain.keys(reading.stop), _Walk(live)
+        for i, (segment, reply) in enumerate(zip(reading.segments, replies, strict=True)):
+            if not walk.alive:
+                break
+            first, last = reply[2], reply[-1]
+            table = self._table(reply[0])
+            if table.sparse or (reply[1] and first is not None and last is None):
+                return None
+            closer = walk.step(table, _bits(first), _bits(last), segment.stop - segment.start)
+            self._note(keys, segment, first, last)
+            if closer:
+                if i != reading.whole:
+                    return None
+                _look_closer(table, reply[2:], closer)
+        if walk.alive and reading.stop < chain.blocks:
+            return None
+        return self._done(walk)
 
     async def match(
-        self, chain: Chain, live: Iterable[Incarnation], begun: Sequence[Any]
+        self, chain: Chain, live: Iterable[Incarnation], begun: Reading, replies: Sequence[Any]
     ) -> dict[Incarnation, Depth]:
-        """Depths of those of `live` that hold at least the first block. begun: replies to `begin`, one per page."""
+        """Depths of those of `live` that hold at least the first block. replies: to `begun`, one per page."""
         walk = _Walk(live)
-        start, stop, replies = 0, min(len(begun) * PAGE_SPAN, chain.blocks), begun
+        start, stop, segments, whole = 0, begun.stop, begun.segments, begun.whole
         while start < stop and walk.alive:
-            await self._advance(walk, chain.keys(stop), _segments(start, stop), replies)
-            start, stop = stop, min(stop + min(2 * (stop - start), _MAX_CHUNK), chain.blocks)
+            await self._advance(walk, chain.keys(stop), segments, replies, whole)
+            start, stop, whole = stop, min(stop + min(2 * (stop - start), _MAX_CHUNK), chain.blocks), -1
             if start < stop and walk.alive:
-                keys = chain.keys(stop)
-                replies = await self._link.run([self._ends(keys, segment) for segment in _segments(start, stop)])
-        depths = walk.depths()
+                keys, segments = chain.keys(stop), _segments(start, stop)
+                replies = await self._link.run([self._ends(keys, segment) for segment in segments])
+        depths = self._done(walk)
         for incarnation in walk.sparse & depths.keys():
             usable = await self._usable(chain, incarnation, depths[incarnation])
             if usable.blocks:
                 depths[incarnation] = usable
             else:
                 del depths[incarnation]
-        deepest = max((depth.blocks for depth in depths.values()), default=0)
+        return depths
+
+    def _done(self, walk: _Walk) -> dict[Incarnation, Depth]:
+        depths = walk.depths()
+        deepest = max([depth.blocks for depth in depths.values()]) if depths else 0
         self._usual += (deepest - self._usual) / _RECENT
         return depths
+
+    def _note(self, keys: Sequence[BlockKey], segment: _Segment, first: bytes | None, last: bytes | None) -> None:
+        """Remember which ends of a page were held."""
+        seen = self._seen
+        if first is None:
+            seen.discard(keys[segment.start])
+        elif last is None:
+            seen.add(keys[segment.start])
+            seen.discard(keys[segment.stop - 1])
+        else:
+            seen.update((keys[segment.start], keys[segment.stop - 1]))
+        if len(seen) > _MAX_SEEN:
+            seen.clear()
 
     async def _usable(self, chain: Chain, incarnation: Incarnation, held: Depth) -> Depth:
         """What a prompt can reuse of what is held: back to the last block that is not THROUGH, page by page."""
@@ -546,34 +625,32 @@ class PageReader:
         return ("HMGET", self._keys.page(blocks[0]), _TABLE, _MARK, *blocks)
 
     async def _advance(
-        self, walk: _Walk, keys: Sequence[BlockKey], segments: Sequence[_Segment], replies: Sequence[Any]
+        self, walk: _Walk, keys: Sequence[BlockKey], segments: Sequence[_Segment], replies: Sequence[Any], whole: int
     ) -> None:
-        """Take the walk through these pages, whose ends were read."""
-        inside: list[tuple[_Segment, list[tuple[Incarnation, list[int], bool]]]] = []
+        """Take the walk through these pages, whose ends were read; one of them whole."""
+        inside: list[tuple[_Segment, _Closer]] = []
         """Pages to read whole, for those who pass using several tiers (True) or leave in it (False)."""
-        for segment, (raw, mark, first_raw, last_raw) in zip(segments, replies, strict=True):
+        for i, (segment, (raw, mark, *rows)) in enumerate(zip(segments, replies, strict=True)):
             if not walk.alive:
                 break
-            if mark and first_raw is not None and last_raw is None:
+            first, last = rows[0], rows[-1]
+            if mark and first is not None and last is None:
                 await self._follow(walk, keys, segment)
                 continue
-            blocks = segment.stop - segment.start
             table = self._table(raw)
             if table.sparse:
                 walk.sparse |= table.sparse
-            closer = walk.step(table, _bits(first_raw), _bits(last_raw), blocks)
-            if closer:
+            closer = walk.step(table, _bits(first), _bits(last), segment.stop - segment.start)
+            self._note(keys, segment, first, last)
+            if closer and i == whole:
+                _look_closer(table, rows, closer)
+            elif closer:
                 inside.append((segment, closer))
         if not inside:
             return
         wholes = await self._link.run([self._whole(keys, segment) for segment, _ in inside])
         for (_, closer), (raw, _, *rows) in zip(inside, wholes, strict=True):
-            table, runs = self._table(raw), _runs(rows)
-            for incarnation, counts, passes in closer:
-                held = _count(table, incarnation, runs, counts)
-                if passes:
-                    # It passed when the ends were read; a block that went since then counts as in storage.
-                    counts[2] += len(rows) - held
+            _look_closer(self._table(raw), rows, closer)
 
     async def _follow(self, walk: _Walk, keys: Sequence[BlockKey], segment: _Segment) -> None:
         """Take the walk through a span whose blocks overflowed into further pages."""
@@ -601,6 +678,16 @@ class PageReader:
                 self._tables.clear()
             table = self._tables[raw] = _decode_table(raw)
         return table
+
+
+def _look_closer(table: _Table, rows: Sequence[bytes | None], closer: _Closer) -> None:
+    """Count what these replicas hold in a page that was read whole."""
+    runs = _runs(rows)
+    for incarnation, counts, passes in closer:
+        held = _count(table, incarnation, runs, counts)
+        if passes:
+            # It passed when the ends were read; a block that went since then counts as in storage.
+            counts[2] += len(rows) - held
 
 
 def _runs(rows: Iterable[bytes | None]) -> list[tuple[int, int]]:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import secrets
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -37,8 +38,10 @@ from ..proto.index import (
     SweepReport,
     TierMask,
 )
+from ..proto.soon import Soon
 from .redis_link import Command, RedisLink, script
-from .redis_pages import PAGE_LIMIT, PAGE_TTL_S, PageKeys, PageReader, PageWriter
+from .redis_pages import PAGE_LIMIT, PAGE_TTL_S, PageKeys, PageReader, PageWriter, Reading
+from .redis_wire import ReplyError
 from .shared_load import SharedReservations
 
 FLEET_AGE_S = 0.5
@@ -109,6 +112,18 @@ class _Registry:
     """Our monotonic clock when the first live lease in it runs out."""
 
 
+class _Asked(NamedTuple):
+    """The first question of a match."""
+
+    chain: Chain
+    reading: Reading
+    registry: _Registry | None
+    """Our copy, if it is fresh enough; else the question asks for another."""
+    at: float
+    """Our monotonic clock when it was asked."""
+    commands: list[Command]
+
+
 class RedisIndex:
     """The meta-trie and registry of one namespace. Safe to share between tasks of one event loop."""
 
@@ -123,6 +138,7 @@ class RedisIndex:
         """Incarnations this process claimed and may still write, by replica."""
         self._registry: _Registry | None = None
         self._rereading = False
+        self._generation: Command = ("HGET", self._keys.registry, b"g")
 
     @property
     def namespace(self) -> Namespace:
@@ -204,25 +220,63 @@ class RedisIndex:
         return await self._writer.held(incarnation, pages)
 
     async def match(self, chain: Chain) -> Match:
-        pages = self._reader.begin(chain)
+        asked = self._ask(chain)
+        try:
+            replies = await self._link.run(asked.commands)
+        finally:
+            self._asked(asked)
+        return await self._go_on(asked, self._registry_of(asked, replies[0]), replies)
+
+    def match_quickly(self, chain: Chain) -> Soon[Match] | None:
+        asked = self._ask(chain)
+        soon: Soon[Match] = Soon(partial(self._brought, asked))
+        if self._link.post(asked.commands, soon.bring):
+            return soon
+        self._asked(asked)
+        return None
+
+    def _ask(self, chain: Chain) -> _Asked:
+        """What to read for a match: its first pages, and what says whether our copy of the registry still holds."""
+        reading = self._reader.begin(chain)
         registry, now = self._registry, time.monotonic()
-        if (
-            registry is None
-            or now >= registry.until
-            or (now - registry.read_at > FLEET_AGE_S and not self._rereading)
-        ):
-            # One query renews an aged copy, the others go on with it: the generation fences them.
+        fresh = registry is not None and now < registry.until
+        # One query renews an aged copy, the others go on with it: the generation fences them.
+        if registry is None or not fresh or (now - registry.read_at > FLEET_AGE_S and not self._rereading):
             self._rereading = True
-            try:
-                (server_ms, fields), *begun = await self._link.run([(_FLEET, self._keys.registry), *pages])
-            finally:
-                self._rereading = False
-            registry = self._registry = _decode_registry(server_ms, fields, now)
-        else:
-            generation, *begun = await self._link.run([("HGET", self._keys.registry, b"g"), *pages])
-            if generation != registry.generation:
-                registry = await self._read_registry()
-        return Match(registry.fleet, await self._reader.match(chain, registry.live, begun))
+            return _Asked(chain, reading, None, now, [(_FLEET, self._keys.registry), *reading.commands])
+        return _Asked(chain, reading, registry, now, [self._generation, *reading.commands])
+
+    def _asked(self, asked: _Asked) -> None:
+        """It was answered, or will not be."""
+        if asked.registry is None:
+            self._rereading = False
+
+    def _brought(self, asked: _Asked, replies: list[Any] | Exception) -> Match | Awaitable[Match]:
+        self._asked(asked)
+        if isinstance(replies, Exception):
+            return self._link.failed(replies)
+        if ReplyError in map(type, replies):
+            return self.match(asked.chain)
+        registry = self._registry_of(asked, replies[0])
+        if registry is not None:
+            depths = self._reader.finish(asked.chain, registry.live, asked.reading, replies[1:])
+            if depths is not None:
+                return Match(registry.fleet, depths)
+        return self._go_on(asked, registry, replies)
+
+    async def _go_on(self, asked: _Asked, registry: _Registry | None, replies: Sequence[Any]) -> Match:
+        if registry is None:
+            registry = await self._read_registry()
+        depths = await self._reader.match(asked.chain, registry.live, asked.reading, replies[1:])
+        return Match(registry.fleet, depths)
+
+    def _registry_of(self, asked: _Asked, reply: Any) -> _Registry | None:
+        """The registry a match is judged by; None if our copy is out of date."""
+        if asked.registry is None:
+            server_ms, fields = reply
+            self._registry = _decode_registry(server_ms, fields, asked.at)
+            return self._registry
+        return asked.registry if asked.registry.generation == reply else None
 
     # Sweeping
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
 import hiredis
@@ -28,13 +28,17 @@ Packable = Iterable[str | bytes | int]
 _pack = cast(Callable[[tuple[str | bytes | int, ...]], bytes], hiredis.pack_command)  # typed for one-element tuples
 
 
+Bring = Callable[[list[Any] | Exception], None]
+"""Gets the replies to a call, in order, or what became of the connection. Must not raise."""
+
+
 class _Call:
     """Commands on the wire whose replies are awaited."""
 
-    __slots__ = ("count", "deadline", "future", "replies")
+    __slots__ = ("bring", "count", "deadline", "replies")
 
-    def __init__(self, count: int, deadline: float, future: asyncio.Future[list[Any]]) -> None:
-        self.count, self.deadline, self.future = count, deadline, future
+    def __init__(self, count: int, deadline: float, bring: Bring) -> None:
+        self.count, self.deadline, self.bring = count, deadline, bring
         self.replies: list[Any] = []
 
 
@@ -62,21 +66,24 @@ class _Replies(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._transport.set_protocol(self)
 
-    def send(self, packed: bytes, count: int) -> asyncio.Future[list[Any]]:
-        """Write `count` packed commands; their replies, in order."""
-        future: asyncio.Future[list[Any]] = self._loop.create_future()
+    @property
+    def in_flight(self) -> int:
+        """Calls whose replies are awaited."""
+        return len(self._calls)
+
+    def send(self, packed: bytes, count: int, bring: Bring) -> None:
+        """Write `count` packed commands."""
         deadline = float("inf")
         if self._timeout_s is not None:
             deadline = self._loop.time() + self._timeout_s
             if self._timer is None:
                 # One timer looks after all calls: one each would cost as much as the call.
                 self._timer = self._loop.call_at(deadline, self._look)
-        self._calls.append(_Call(count, deadline, future))
+        self._calls.append(_Call(count, deadline, bring))
         try:
             self._transport.write(packed)
         except RuntimeError:  # uvloop's word for a transport that closed before anybody was told
             self.close(ConnectionError("the connection was lost"))
-        return future
 
     def data_received(self, data: bytes) -> None:
         self._reader.feed(data)
@@ -87,8 +94,7 @@ class _Replies(asyncio.Protocol):
                 call.replies.append(reply)
                 if len(call.replies) == call.count:
                     calls.popleft()
-                    if not call.future.done():
-                        call.future.set_result(call.replies)
+                    call.bring(call.replies)
         except (hiredis.ProtocolError, IndexError):
             self.close(ConnectionError("the server does not speak as expected"))
 
@@ -103,9 +109,7 @@ class _Replies(asyncio.Protocol):
             self._timer = None
         self._transport.abort()
         while self._calls:
-            future = self._calls.popleft().future
-            if not future.done():
-                future.set_exception(error)
+            self._calls.popleft().bring(error)
 
     def _look(self) -> None:
         self._timer = None
@@ -135,7 +139,27 @@ class Wire:
         replies = self._replies
         if replies is None or not replies.open:
             replies = await self._open()
-        return await replies.send(b"".join(packed), len(packed))
+        future: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+
+        def bring(brought: list[Any] | Exception) -> None:
+            if future.done():
+                return
+            if isinstance(brought, Exception):
+                future.set_exception(brought)
+            else:
+                future.set_result(brought)
+
+        replies.send(b"".join(packed), len(packed), bring)
+        return await future
+
+    def post(self, commands: Sequence[tuple[str | bytes | int, ...]], bring: Bring, *, most: int) -> bool:
+        """Send these commands if the connection is open and has fewer than `most` calls in flight: `bring` is called
+        when the replies arrive, without a turn of the loop in between. False: nothing was sent."""
+        replies = self._replies
+        if replies is None or not replies.open or replies.in_flight >= most:
+            return False
+        replies.send(b"".join([_pack(command) for command in commands]), len(commands), bring)
+        return True
 
     async def _open(self) -> _Replies:
         async with self._opening:

@@ -23,7 +23,7 @@ import logging
 import random
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -65,12 +65,13 @@ from ..proto.index import (
     Incarnation,
     Index,
     Match,
-    MatchesAtOnce,
+    MatchesQuickly,
     ReplicaRef,
     ReplicaView,
     State,
     Store,
 )
+from ..proto.soon import Soon
 from .decisions import DEFAULT_CAPACITY as DEFAULT_DECISIONS
 from .decisions import Decisions, Looked, holdings
 from .feedback import OUTCOMES, ConsumerWitness, Feedbacks, Prediction, Witness
@@ -176,14 +177,14 @@ class _Space:
     """One namespace, and what was last seen of it."""
 
     __slots__ = (
-        *("at_once", "backlog", "block_size", "down", "fleet", "id", "index", "lookahead", "remembered"),
+        *("backlog", "block_size", "down", "fleet", "id", "index", "lookahead", "quick", "remembered"),
         *("remembered_at", "root", "_roster", "_roster_of", "_standings", "_standings_of", "_views", "_views_of"),
     )
 
     def __init__(self, index: Index) -> None:
         namespace = index.namespace
         self.index = index
-        self.at_once = index.match_at_once if isinstance(index, MatchesAtOnce) else None
+        self.quick = index.match_quickly if isinstance(index, MatchesQuickly) else None
         self.id: NamespaceId = namespace.id
         self.root: BlockHash = namespace.root
         self.block_size = namespace.block_size
@@ -483,20 +484,42 @@ class Router:
         """
         return self._matches(request, await self._look_up(request, caller))
 
-    def match_at_once(self, request: MatchRequest, caller: Caller = TRUSTED) -> MatchResponse | None:
-        """As `match`, or None where something has to be waited for: a tokenizer, a store over the network."""
+    def match_quickly(
+        self, request: MatchRequest, caller: Caller = TRUSTED
+    ) -> MatchResponse | Soon[MatchResponse] | None:
+        """As `match`, without a task: where the index can do without one, and nothing else has to be waited for. None
+        where `match` must be asked."""
         target = self._target(request, caller)
         spaces = self._by_model.get(target.model)
         if request.token_ids is None or spaces is None or len(spaces) != 1:
             return None
         space = spaces[0]
-        if space.at_once is None or space.down:
+        if space.quick is None or space.down:
             return None
         extras = self._extras(request, caller, target)
         chain = Chain(space.root, space.block_size, request.token_ids, extras, lookahead=space.lookahead)
-        found = self._found(space, chain, space.at_once(chain))
-        names = None if request.replicas is None else frozenset(request.replicas)
-        return self._matches(request, _Answer([found], len(request.token_ids), "ok", names))
+        match = space.quick(chain)
+        if isinstance(match, Soon):
+            return match.map(partial(self._in_time, request, space, chain))
+        return None if match is None else self._matched(request, self._found(space, chain, match))
+
+    def _in_time(
+        self, request: MatchRequest, space: _Space, chain: Chain, match: Callable[[], Match | Awaitable[Match]]
+    ) -> MatchResponse | Awaitable[MatchResponse]:
+        made = match()
+        if isinstance(made, Match):
+            return self._matched(request, self._found(space, chain, made))
+        return self._too_late(request, space, chain, made)
+
+    async def _too_late(
+        self, request: MatchRequest, space: _Space, chain: Chain, match: Awaitable[Match]
+    ) -> MatchResponse:
+        return self._matched(request, await self._asked(space, chain, match))
+
+    def _matched(self, request: MatchRequest, found: _Found | None) -> MatchResponse:
+        """What `match` answers about token ids that were looked up in the only namespace there is."""
+        assert request.token_ids is not None
+        return self._matches(request, self._answer(request, [found], len(request.token_ids), None))
 
     def _matches(self, request: MatchRequest, answer: _Answer) -> MatchResponse:
         first = answer.found[0]
@@ -835,16 +858,19 @@ class Router:
             ]
         else:
             found = await self._ask_all(spaces, tokens, extras)
+        note = tokenized.note or (PARTIAL if at_least else None)
+        return self._answer(request, found, max(len(tokens), at_least), note)
+
+    @staticmethod
+    def _answer(
+        request: PromptRequest, found: Sequence[_Found | None], prompt_tokens: int, note: str | None
+    ) -> _Answer:
         known = [f for f in found if f is not None]
         if not known:
             raise StoreUnavailable("no fleet of this model was ever read")
-        return _Answer(
-            known,
-            max(len(tokens), at_least),
-            "ok" if len(known) == len(found) and all(f.blind is None for f in known) else "unavailable",
-            None if request.replicas is None else frozenset(request.replicas),
-            tokenized.note or (PARTIAL if at_least else None),
-        )
+        seeing = len(known) == len(found) and all(f.blind is None for f in known)
+        names = None if request.replicas is None else frozenset(request.replicas)
+        return _Answer(known, prompt_tokens, "ok" if seeing else "unavailable", names, note)
 
     async def _tokens(
         self, request: PromptRequest, spaces: Sequence[_Space], target: Target, caller: Caller
@@ -874,13 +900,18 @@ class Router:
 
     async def _ask(self, space: _Space, chain: Chain) -> _Found | None:
         """None if the namespace cannot be asked and its fleet was never read."""
-        if not space.down:
-            try:
-                match = await space.index.match(chain)
-            except StoreError as error:
-                self._mark_down(space, error)
-            else:
-                return self._found(space, chain, match)
+        return (
+            self._blindly(space, chain) if space.down else await self._asked(space, chain, space.index.match(chain))
+        )
+
+    async def _asked(self, space: _Space, chain: Chain, match: Awaitable[Match]) -> _Found | None:
+        try:
+            return self._found(space, chain, await match)
+        except StoreError as error:
+            self._mark_down(space, error)
+            return self._blindly(space, chain)
+
+    def _blindly(self, space: _Space, chain: Chain) -> _Found | None:
         self._metrics.blind_answers.inc()
         return None if space.fleet is None else _Found(space, space.fleet, {}, {}, INDEX_UNAVAILABLE, chain)
 

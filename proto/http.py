@@ -50,6 +50,7 @@ from .errors import (
 from .hashing import token_ids_of
 from .http_front import Front, HotAnswer, HotHead, HotRoute, HotRoutes, RequestHead, header_fields
 from .native import Kernel, kernel
+from .soon import Soon
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 """8 MiB: about a million token ids in JSON; a prompt of 128k tokens takes less than 1 MiB."""
@@ -341,8 +342,8 @@ def application(
 
 Encoded = tuple[str, bytes]
 """Media type and body."""
-HotHandler = Callable[[HotHead, bytes], Encoded | Awaitable[Encoded]]
-"""The 200 answer to a POST with this body, at once where nothing has to be waited for; raises as others do."""
+HotHandler = Callable[[HotHead, bytes], Encoded | Soon[Encoded] | Awaitable[Encoded]]
+"""The 200 answer to a POST with this body, without a task where it can be had without; raises as others do."""
 
 
 def add_hot_route(app: web.Application, path: str, handler: HotHandler) -> None:
@@ -390,19 +391,35 @@ class _Conventions:
         """The handler of a hot route, under the same conventions."""
         observe, clock = self._metrics.tally(label), time.perf_counter
 
-        def route(head: HotHead, body: bytes) -> HotAnswer | Awaitable[HotAnswer]:
+        def route(head: HotHead, body: bytes) -> HotAnswer | Soon[HotAnswer] | Awaitable[HotAnswer]:
             started = clock()
             try:
                 if self._in_flight < self._max_in_flight:
                     result = handler(head, body)
                     if not isinstance(result, tuple):
                         self._in_flight += 1
+                        if isinstance(result, Soon):
+                            return result.map(partial(finish, started))
                         return wait(result, started)
                     answer = _success(result)
                 else:
                     answer = _hot(_overloaded())
             except Exception as error:  # as above
                 answer = _hot(self._refusal(error))
+            observe(answer.status, clock() - started)
+            return answer
+
+        def finish(
+            started: float, result: Callable[[], Encoded | Awaitable[Encoded]]
+        ) -> HotAnswer | Awaitable[HotAnswer]:
+            try:
+                made = result()
+                if not isinstance(made, tuple):
+                    return wait(made, started)
+                answer = _success(made)
+            except Exception as error:  # as above
+                answer = _hot(self._refusal(error))
+            self._in_flight -= 1
             observe(answer.status, clock() - started)
             return answer
 

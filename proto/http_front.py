@@ -11,9 +11,9 @@ Invariants.
   overtake each other, however a client pipelines, and a body can never pass for a head.
 - What the Front answers follows the same limits as aiohttp's: head size, body size, time for a body to arrive, idle
   time. A head it would have to refuse is left to aiohttp, which words the refusal.
-- A route that need not wait is answered within the callback that brought the last byte of its body: a task, and a
-  turn of the loop for it, would cost as much as the lookup. One such answer per turn and connection, so that a client
-  that pipelines cannot keep the loop.
+- A route that need not wait is answered within the callback that brought the last byte of its body, one that waits
+  for one answer within the callback that brings it: a task, and turns of the loop for it, would cost as much as the
+  lookup. One such answer per turn and connection, so that a client that pipelines cannot keep the loop.
 
 Bounds. MAX_HEAD bytes of an incomplete head and one body of at most `max_body` are kept per connection; while a hot
 request is answered, or its client does not read its answers, nothing more is read from its connection.
@@ -25,12 +25,15 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Final, NamedTuple, Protocol, cast
 
 from aiohttp import web
 from multidict import CIMultiDict
+
+from .soon import Soon
 
 MAX_HEAD: Final = 16_384
 """Longest head that is looked into; a longer one goes to aiohttp, whose limits apply."""
@@ -74,8 +77,8 @@ class HotAnswer(NamedTuple):
     body: bytes
 
 
-HotRoute = Callable[[HotHead, bytes], HotAnswer | Awaitable[HotAnswer]]
-"""Answers one request, at once where nothing has to be waited for; must not raise."""
+HotRoute = Callable[[HotHead, bytes], HotAnswer | Soon[HotAnswer] | Awaitable[HotAnswer]]
+"""Answers one request, without a task where it can; must not raise, and neither may making what comes soon."""
 
 
 def header_fields(headers: Mapping[str, str]) -> bytes:
@@ -104,6 +107,10 @@ class HotRoutes:
         self.idle_s = idle_s
         self.open = True
         self.answering: set[asyncio.Task[None]] = set()
+        self._awaiting = 0
+        """Connections that will be answered soon."""
+        self._brought = asyncio.Event()
+        """None is left, while draining."""
         self._waiting: dict[Front, float] = {}
         """Connections whose body is arriving → when it is too late; in that order."""
         self._watch: asyncio.TimerHandle | None = None
@@ -128,6 +135,16 @@ class HotRoutes:
         """It did, or will not."""
         self._waiting.pop(front, None)
 
+    def awaits(self) -> None:
+        """A connection will be answered soon."""
+        self._awaiting += 1
+
+    def brought(self) -> None:
+        """It was."""
+        self._awaiting -= 1
+        if not (self._awaiting or self.open):
+            self._brought.set()
+
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         self._watch = None
         now = loop.time()
@@ -143,8 +160,12 @@ class HotRoutes:
         self.open = False
         if self._watch is not None:
             self._watch.cancel()
-        if self.answering:
-            await asyncio.wait(self.answering, timeout=grace_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                if self._awaiting:
+                    await self._brought.wait()
+                if self.answering:
+                    await asyncio.wait(self.answering)
 
 
 class _Framing(NamedTuple):
@@ -334,6 +355,21 @@ class Front(asyncio.Protocol):
                 self._loop.call_soon(self._go_on)
             return
         self._busy = True
+        if isinstance(answer, Soon):
+            self._routes.awaits()
+            answer.when(self._brought)
+        else:
+            self._wait_for(answer)
+
+    def _brought(self, soon: Soon[HotAnswer]) -> None:
+        answer = soon.result()
+        if isinstance(answer, HotAnswer):
+            self._end(answer)
+        else:
+            self._wait_for(answer)
+        self._routes.brought()
+
+    def _wait_for(self, answer: Awaitable[HotAnswer]) -> None:
         task = self._loop.create_task(self._answer(answer))
         self._routes.answering.add(task)
         task.add_done_callback(self._routes.answering.discard)
@@ -345,7 +381,10 @@ class Front(asyncio.Protocol):
             self._transport.close()
 
     async def _answer(self, waiting: Awaitable[HotAnswer]) -> None:
-        answer = await waiting
+        self._end(await waiting)
+
+    def _end(self, answer: HotAnswer) -> None:
+        """The answer to the request in progress, some time after it came."""
         if self._transport is None or self._transport.is_closing():
             return
         self._write(answer)

@@ -24,6 +24,7 @@ import msgspec
 
 from .hashing import KEY_BYTES, BlockKey, Chain, Namespace
 from .native import kernel
+from .soon import Soon
 
 Incarnation = NewType("Incarnation", int)
 PageHead = NewType("PageHead", bytes)
@@ -363,11 +364,11 @@ class Index(Protocol):
 
 
 @runtime_checkable
-class MatchesAtOnce(Protocol):
-    """An index that has what a match needs in this process."""
+class MatchesQuickly(Protocol):
+    """An index that can mostly do without a task to wait in."""
 
-    def match_at_once(self, chain: Chain) -> Match:
-        """As `Index.match`, without anything to wait for."""
+    def match_quickly(self, chain: Chain) -> Match | Soon[Match] | None:
+        """As `Index.match`: at once, or with the next answer of a store. None where `match` must be asked."""
         ...
 
 

@@ -12,7 +12,7 @@ from metatrie.indexer.embedded import EmbeddedRedis
 from metatrie.indexer.redis_store import RedisStore
 from metatrie.proto.errors import StoreRefused, StoreUnavailable
 from metatrie.proto.hashing import Chain, Namespace
-from metatrie.proto.index import PAGE_SPAN, BlockWrite, PageHead, ReplicaRef, ReplicaSpec, TierMask
+from metatrie.proto.index import PAGE_SPAN, BlockWrite, Match, PageHead, ReplicaRef, ReplicaSpec, TierMask
 from redis.asyncio import Redis
 
 NAMESPACE = Namespace(model="m", block_size=1)
@@ -134,3 +134,61 @@ async def test_refusals_say_what_was_refused(server: EmbeddedRedis, admin: Redis
             await index.match(prompt(0))
     finally:
         await store.close()
+
+
+async def quickly(index: Any, chain: Chain) -> list[int]:
+    """`depths`, as the router asks: without a task where that goes."""
+    soon = index.match_quickly(chain)
+    if soon is None:
+        return await depths(index, chain)
+    brought = asyncio.Event()
+    soon.when(lambda _: brought.set())
+    async with asyncio.timeout(10):
+        await brought.wait()
+    made = soon.result()
+    match = made if isinstance(made, Match) else await made
+    return [depth.blocks for depth in match.depths.values()]
+
+
+async def test_quick_matches_share_the_connection_with_others(store: RedisStore) -> None:
+    index, incarnation = await claimed(store)
+    lengths = list(range(1, 100))
+    for i, length in enumerate(lengths):
+        await index.write(incarnation, i + 1, writes(prompt(1000 * i, length)))
+    for _ in range(2):  # what the first round saw decides what the second reads
+        asked = [f(index, prompt(1000 * i, 300)) for i in range(len(lengths)) for f in (depths, quickly)]
+        assert await asyncio.gather(*asked) == [[length] for length in lengths for _ in range(2)]
+
+
+async def test_a_conversation_that_goes_on_inside_a_page_takes_one_question(store: RedisStore, admin: Redis) -> None:
+    index, incarnation = await claimed(store)
+    await index.write(incarnation, 1, writes(prompt(0, 30)))
+    assert await quickly(index, prompt(0, 30)) == [30]
+    before = (await admin.info("commandstats"))["cmdstat_hmget"]["calls"]
+    # The end of the first page is not known to be held, its head is.
+    assert await quickly(index, prompt(0, 40)) == [30]
+    assert (await admin.info("commandstats"))["cmdstat_hmget"]["calls"] == before + 2
+
+
+async def test_a_quick_match_survives_scripts_the_server_forgot(store: RedisStore, admin: Redis) -> None:
+    index, incarnation = await claimed(store)
+    await index.write(incarnation, 1, writes(prompt(0)))
+    other = await store.open(Namespace(model="other"))
+    await other.match(prompt(0))  # opens the connection
+    await admin.script_flush()
+    assert await quickly(index, prompt(0)) == [100]
+
+
+async def test_a_quick_match_fails_with_its_connection(store: RedisStore, admin: Redis) -> None:
+    index, incarnation = await claimed(store)
+    await index.write(incarnation, 1, writes(prompt(0)))
+    assert await quickly(index, prompt(0)) == [100]
+    await admin.client_pause(1200)
+    answers = await asyncio.gather(*(quickly(index, prompt(0)) for _ in range(5)), return_exceptions=True)
+    assert {type(answer) for answer in answers} == {StoreUnavailable}
+    while True:
+        try:
+            assert await quickly(index, prompt(0)) == [100]
+            break
+        except StoreUnavailable:
+            continue
