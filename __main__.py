@@ -396,9 +396,10 @@ def up(
             for one in stack.engines:
                 console.print(f"{one.name} {one.url}  sidecar {one.sidecar_url}")
             console.print(f"redis    {stack.redis_url}\nlogs     {stack.logs}\n\ntry:")
-            body = f'{{"model": "{model}", "prompt": "Hello"}}'
+            body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 8}}'
             console.print(
-                f"  curl -s {stack.router_url}/v1/route -H 'content-type: application/json' -d '{body}'\n",
+                f"  curl -si {stack.router_url}/v1/chat/completions -H 'content-type: application/json' "
+                f"-d '{body}'\n",
                 markup=False,
                 highlight=False,
                 soft_wrap=True,

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
@@ -20,6 +21,7 @@ from metatrie.indexer.proxy import HEADER
 from metatrie.indexer.router import RouterConfig
 from metatrie.indexer.tenants import BearerAuth, Caller, Quota, Tenants, TenantsConfig, TenantsFile, load_tenants
 from metatrie.proto.errors import ConfigError, TooManyRequests, Unauthorized
+from metatrie.scripts.stack import Child
 from prometheus_client import CollectorRegistry
 
 OpenFront = Callable[..., Awaitable[Any]]
@@ -444,3 +446,24 @@ async def test_what_a_tenant_has_running_and_used_up_survives_a_change(
                 after.take()
         with after.slot():
             pass
+
+
+async def test_a_running_router_takes_up_what_changed(tmp_path: Path, eventually: Eventually) -> None:
+    file = write(tmp_path, GOOD)
+    serve = Child("serve", ["serve", "--port", "0", "--tenants", str(file)], tmp_path / "log")
+    try:
+        url = (await serve.start())["url"]
+        async with aiohttp.ClientSession() as session:
+
+            async def status(name: str) -> int:
+                async with session.get(f"{url}/v1/models", headers=bearer(name)) as response:
+                    return response.status
+
+            async def moved() -> bool:
+                return (await status("acme"), await status("b")) == (401, 200)
+
+            assert (await status("acme"), await status("b")) == (200, 401)
+            write(tmp_path, GOOD.replace("acme", "b"))
+            await eventually(moved)
+    finally:
+        await serve.stop()
