@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import zmq
 import zmq.asyncio
@@ -68,10 +68,7 @@ class Subscriber:
             sub.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
             sub.setsockopt(zmq.SUBSCRIBE, self._topic)
             monitor = sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-            if "*" in self._events:
-                sub.bind(self._events)
-            else:
-                sub.connect(self._events)
+            attach(sub, self._events)
             poller.register(sub, zmq.POLLIN)
             poller.register(monitor, zmq.POLLIN)
             await self._loop(context, poller, sub, monitor)
@@ -127,7 +124,7 @@ class Subscriber:
                 dealer.setsockopt(zmq.LINGER, 0)
                 dealer.setsockopt(zmq.RCVHWM, 0)
                 dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
-                dealer.connect(self._replay)
+                attach(dealer, self._replay)
                 # Queued by ZeroMQ until the connection stands; never blocks on a fresh socket.
                 dealer.send_multipart([b"", action.start.to_bytes(8, "big")], flags=zmq.NOBLOCK)
                 poller.register(dealer, zmq.POLLIN)
@@ -140,6 +137,17 @@ class Subscriber:
             poller.unregister(self._dealer)
             self._dealer.close(0)
             self._dealer = None
+
+
+def attach(socket: zmq.Socket[Any], endpoint: str) -> None:
+    """Connect, or bind where the endpoint has a `*`. Only IPv6 literals turn ZeroMQ's IPv6 on: with it, names would
+    resolve to their IPv6 address alone."""
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
+    if "*" in endpoint:
+        socket.bind(endpoint)
+    else:
+        socket.connect(endpoint)
 
 
 def _drain(socket: zmq.asyncio.Socket) -> list[list[bytes]]:

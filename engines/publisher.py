@@ -249,6 +249,8 @@ class Publisher:
         if target == "tcp://*:0":
             target = f"tcp://{self._host}:0"
         try:
+            if "[" in target:
+                socket.setsockopt(zmq.IPV6, 1)
             if not bind:
                 socket.connect(target)
                 return target

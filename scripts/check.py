@@ -29,6 +29,7 @@ from rich.markup import escape
 from zmq.utils.monitor import parse_monitor_message
 
 from ..consumers.consumer import ReplicaConfig
+from ..consumers.subscriber import attach
 from ..engines.rules import rule_for
 from ..indexer.connect import open_store
 from ..indexer.redis_store import RedisStore, ServerFacts
@@ -323,7 +324,7 @@ class _Engine:
         dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.RCVHWM, 0)
         dealer.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_PAYLOAD_BYTES)
-        dealer.connect(endpoint)
+        attach(dealer, endpoint)
         first = last = None
         holes = 0
         try:
@@ -373,7 +374,7 @@ class _Engine:
         sub.setsockopt(zmq.SUBSCRIBE, b"")
         monitor = sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
-            sub.connect(config.events)
+            attach(sub, config.events)
             async with asyncio.timeout(self._patience_s):
                 parse_monitor_message(await monitor.recv_multipart())
         except TimeoutError:

@@ -274,6 +274,30 @@ async def test_engines_that_dial_in() -> None:
         await engine.stop()
 
 
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+async def test_engines_on_ipv6_addresses() -> None:
+    # vLLM binds an endpoint that has a `::`.
+    engine = Engine(endpoint=f"tcp://[::1]:{free_port()}", replay_endpoint=f"tcp://[::1]:{free_port()}")
+    await engine.start()
+    try:
+        engine.publish(3)
+        async with following(engine) as follower:
+            await until(lambda: follower.has(1, 3))
+            engine.publish(2)
+            await until(lambda: follower.has(1, 5))
+    finally:
+        await engine.stop()
+
+
 async def test_a_replay_that_loses_batches_and_end_markers_is_asked_again() -> None:
     """A publisher with a mark on its replay socket, as engines before 0.33 have."""
     context = zmq.asyncio.Context()
