@@ -15,7 +15,8 @@ import msgspec
 from ..proto.api import BlockEvidence, BlocksResponse
 from ..proto.hashing import BlockKey, Namespace, block_key
 from ..proto.index import THROUGH, ReplicaRef, State, TierMask
-from .inventory import Delta, HashMode, Inventory, Node
+from .blocks import Node
+from .inventory import Delta, HashMode, Inventory
 from .stream import Stream
 
 DEFAULT_REMEMBERED: Final = 65_536

@@ -4,17 +4,15 @@ Two structures, each with one job:
 
 - *tables*, one per (medium, group): engine hash → physical copies. They mirror the engine's own table, since engines
   do not merge duplicates: k copies come as k stores and go as k removals.
-- *nodes*, one per engine block of the full-attention group: how blocks hang together, and their canonical hashes.
-  A node whose parent was never seen, or is gone, is *detached*: kept, absent from the index, and attached again with
-  all that hangs below it the moment its parent returns.
+- *nodes* (blocks.py), one per engine block of the full-attention group: how blocks hang together, and their canonical
+  hashes. A node whose parent was never seen, or is gone, is *detached*: kept, absent from the index, and attached
+  again with all that hangs below it the moment its parent returns.
 
 An engine block may be smaller than an index block (SGLang pages of one token) or larger: a node therefore carries
 the chain state at its end and the keys of those index blocks that complete within it, none or several.
 
-Invariants: a node is attached iff it is held in some tier, its canonical chain is known, and its parent is attached
-or it starts the prompt (prefix closure over the union of tiers). After `settle` the emitted writes, applied to an
-index that had all earlier ones, make it equal to the attached part. A node exists only while it is held or something
-below it is. Nothing here does I/O or reads a clock.
+Here is what an engine's events mean for both; what the nodes then mean for the index is up to the block table.
+Nothing here does I/O or reads a clock.
 
 Hybrid models keep further cache groups, and a hit needs all of them: of a sliding window the blocks before the point
 where the prompt goes on, of a recurrent state the one block at that point, of anything else the whole prefix. A node
@@ -29,9 +27,8 @@ while there are suspects, the picture never exceeds the engine's own capacity, o
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 
@@ -50,17 +47,17 @@ from ..proto.events import (
     tier_of,
 )
 from ..proto.hashing import (
-    KEY_BYTES,
     BlockHash,
     BlockKey,
     Namespace,
     block_hash,
     block_key,
-    chain_hashes,
     event_extra_keys,
     looking_ahead,
+    packed_tokens,
 )
-from ..proto.index import PAGE_SPAN, THROUGH, BlockWrite, PackedWrites, PageHead, TierMask
+from ..proto.index import PAGE_SPAN, PackedWrites, PageHead, TierMask
+from .blocks import Copies, Inputs, Node, block_table, copies_table
 
 HashMode = Literal["auto", "engine", "recompute"]
 """auto: recompute, and distrust blocks whose published name an established parity does not explain. engine: the
@@ -75,9 +72,6 @@ state says so."""
 
 DEFAULT_CAPACITY = 8192
 """Blocks a medium is taken to hold at least, where nobody said and it never held more."""
-
-Inputs = tuple[Sequence[int], Sequence[Any] | None]
-"""What a block's hash covers besides its parent: token ids, tagged extra keys."""
 
 
 class NodeState(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -129,59 +123,6 @@ class Group:
         self.runs: dict[Node, int] = {}
         """Blocks in a row that it holds up to each node's end, counted to `needed`. What lies before the start of a
         prompt counts as held."""
-
-
-class Node(msgspec.Struct, eq=False):
-    """One engine block of the full-attention group."""
-
-    hash: EngineHash
-    parent: Node | None = None
-    placed: bool = False
-    """Its parent is known (None then means: it starts the prompt)."""
-    tiers: int = 0
-    """Tiers that hold a copy, as a bit mask."""
-    mask: int = 0
-    """Tiers and THROUGH as last emitted to the index; 0 while detached."""
-    digest: BlockHash | None = None
-    """Canonical hash of the last index block completed at or before its end (or the none-hash)."""
-    engine_digest: bytes | None = None
-    """The engine-side digest at its end, where the engine's rule is known."""
-    depth: int = 0
-    """Index blocks completed up to its end."""
-    head: PageHead | None = None
-    """Page head of the last of those."""
-    keys: tuple[BlockKey, ...] = ()
-    """Index blocks that complete within it."""
-    tail: Inputs | None = None
-    """Tokens and extra keys since the last completed index block; None unless engine blocks are smaller."""
-    pending: Inputs | None = None
-    """Tokens and extra keys, kept until the parent's digest is known."""
-    opaque: bool = False
-    """It depends on something the wire hides, so no prompt can be known to match it."""
-    below: Node | set[Node] | None = None
-    """Its children: most blocks have one at most, and a set takes more memory than the rest of the node."""
-
-    @property
-    def children(self) -> Collection[Node]:
-        """Nodes that name it as their parent."""
-        below = self.below
-        return below if isinstance(below, set) else () if below is None else (below,)
-
-    def adopt(self, child: Node) -> None:
-        below = self.below
-        if isinstance(below, set):
-            below.add(child)
-        elif below is None:
-            self.below = child
-        elif below is not child:
-            self.below = {below, child}
-
-    def disown(self, child: Node) -> None:
-        below = self.below
-        if isinstance(below, set):
-            below.discard(child)
-        elif below is child:
-            self.below = None
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -257,18 +198,16 @@ class Inventory:
         self._main_group: int | None = None
         self._page_size: int | None = None
         self._groups: dict[int, Group] = {}
+        self._blocks = block_table()
         self._start()
 
     def _start(self) -> None:
-        self._tables: dict[tuple[str, int], dict[EngineHash, int]] = {}
-        self._nodes: dict[EngineHash, Node] = {}
-        self._claims: dict[BlockKey, Node | set[Node]] = {}
-        self._dirty: dict[Node, None] = {}
+        self._tables: dict[tuple[str, int], Copies] = {}
+        self._blocks.clear()
         self._stale: dict[Node, None] = {}
         """Nodes whose runs in the further groups may have changed."""
         for group in self._groups.values():
             group.runs.clear()
-        self._emitted: dict[BlockKey, BlockWrite] = {}
         self._suspects: set[Node] = set()
         self._unsure: dict[str, dict[tuple[int, EngineHash], int]] = {}
         """Medium → (group, engine hash) of what a loss may have removed → blocks the medium had taken in by then;
@@ -283,16 +222,25 @@ class Inventory:
         """Blocks stored so far when suspects were noted last."""
         self.copies = 0
         """Physical copies held, over all media and groups."""
-        self.held = 0
-        """Engine blocks of the full-attention group held in some tier."""
-        self.attached = 0
-        """Of those, how many are attached."""
-        self.ambiguous = 0
-        """Index blocks that several engine hashes claim at present."""
         self.flaws: set[str] = set()
         """Why this picture may differ from the engine's, as metric labels; see `InventoryStats` for each."""
 
     # ---- reading ------------------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> int:
+        """Engine blocks of the full-attention group held in some tier."""
+        return self._blocks.held
+
+    @property
+    def attached(self) -> int:
+        """Of those, how many are attached."""
+        return self._blocks.attached
+
+    @property
+    def ambiguous(self) -> int:
+        """Index blocks that several engine hashes claim at present."""
+        return self._blocks.ambiguous
 
     @property
     def detached(self) -> int:
@@ -302,12 +250,12 @@ class Inventory:
     @property
     def index_blocks(self) -> int:
         """Index blocks currently attached."""
-        return len(self._claims)
+        return self._blocks.index_blocks
 
     @property
     def nodes(self) -> int:
         """Engine blocks known by name: those held, and those that something held hangs under."""
-        return len(self._nodes)
+        return len(self._blocks)
 
     def resident(self, medium: str = "gpu") -> dict[tuple[int, EngineHash], int]:
         """(group, engine hash) → copies in one medium: comparable with the engine's own table."""
@@ -321,7 +269,7 @@ class Inventory:
 
     def node(self, engine_hash: EngineHash) -> Node | None:
         """The node of one engine block, for audits and explanations."""
-        return self._nodes.get(engine_hash)
+        return self._blocks.get(engine_hash)
 
     def find(self, keys: Iterable[BlockKey]) -> dict[BlockKey, list[Node]]:
         """The nodes at which these index blocks complete, attached or not; keys nobody knows are left out.
@@ -331,60 +279,57 @@ class Inventory:
         found: dict[BlockKey, list[Node]] = {}
         unclaimed: set[BlockKey] = set()
         for key in keys:
-            owner = self._claims.get(key)
-            if owner is None:
-                unclaimed.add(key)
+            owners = self._blocks.owners(key)
+            if owners:
+                found[key] = owners
             else:
-                found[key] = [owner] if isinstance(owner, Node) else list(owner)
+                unclaimed.add(key)
         if unclaimed and self.detached:
-            for node in self._nodes.values():
+            for node in self._blocks.nodes():
                 for key in node.keys:
                     if key in unclaimed:
                         found.setdefault(key, []).append(node)
             for key in unclaimed - found.keys():
                 # Its chain is not known, since nothing above it was ever announced; but an engine that names blocks
                 # as we do has told which one it is.
-                named = self._nodes.get(EngineHash(int.from_bytes(key, "big")))
+                named = self._blocks.get(EngineHash(int.from_bytes(key, "big")))
                 if named is not None and named.digest is None:
                     found[key] = [named]
         return found
 
     def expected(self) -> dict[BlockKey, TierMask]:
         """What the index must hold under this incarnation once everything emitted is written."""
-        return {key: self.tiers(key) for key in self._claims}
+        return {key: self.tiers(key) for key in self._blocks.index_keys()}
 
-    def index_keys(self) -> Iterator[BlockKey]:
-        """Every attached index block, in the order they were attached."""
-        return iter(self._claims)
+    def index_keys(self, start: int = 0, step: int = 1) -> list[BlockKey]:
+        """Every step-th attached index block from one on. Neighbours were stored together, mostly."""
+        return self._blocks.index_keys(start, step)
 
     def tiers(self, key: BlockKey) -> TierMask:
         """Tiers the index must show for one block; 0 if it is not attached."""
-        return TierMask(self._claimed(key))
+        return TierMask(self._blocks.shows(key))
 
     def parent(self, key: BlockKey) -> BlockKey | None:
         """The index block before an attached one; None if it starts the prompt."""
-        owner = self._claims.get(key)
-        if owner is None:
-            return None
-        at: Node | None = owner if isinstance(owner, Node) else next(iter(owner))
-        assert at is not None
-        if before := at.keys[: at.keys.index(key)]:
-            return before[-1]
-        while (at := at.parent) is not None:
-            if at.keys:
-                return at.keys[-1]
+        for node in self._blocks.owners(key)[:1]:
+            if before := node.keys[: node.keys.index(key)]:
+                return before[-1]
+            at = node.parent
+            while at is not None:
+                if at.keys:
+                    return at.keys[-1]
+                at = at.parent
         return None
 
     def chain(self, key: BlockKey) -> list[BlockKey]:
         """The keys from the start of the prompt to an attached block, its own last; empty if it is not attached."""
-        owner = self._claims.get(key)
-        if owner is None:
-            return []
-        at: Node | None = owner if isinstance(owner, Node) else next(iter(owner))
-        assert at is not None
-        keys = list(at.keys[: at.keys.index(key) + 1][::-1])
-        while (at := at.parent) is not None:
-            keys += at.keys[::-1]
+        keys: list[BlockKey] = []
+        for node in self._blocks.owners(key)[:1]:
+            keys += node.keys[: node.keys.index(key) + 1][::-1]
+            at = node.parent
+            while at is not None:
+                keys += at.keys[::-1]
+                at = at.parent
         return keys[::-1]
 
     def main_copies(self, medium: str = "gpu") -> Mapping[EngineHash, int]:
@@ -399,8 +344,7 @@ class Inventory:
 
     def attached_writes(self) -> PackedWrites:
         """The whole attached part, as writes for a fresh incarnation. In no particular order."""
-        attached = {write.key: write for node in self._nodes.values() if node.mask for write in self._writes(node)}
-        return PackedWrites.of(attached.values())
+        return PackedWrites(self._blocks.attached_writes())
 
     # ---- applying -----------------------------------------------------------------------------------------------
 
@@ -419,8 +363,6 @@ class Inventory:
 
     def clear(self) -> None:
         """Forget everything held: the engine reset its cache. What the stream taught of the engine stays."""
-        for node in self._nodes.values():
-            node.parent = node.below = None  # nothing for the cycle collector, which seldom looks at what is old
         self._start()
         self._reset = True
 
@@ -446,9 +388,9 @@ class Inventory:
         Returns how many blocks it names that cannot be placed, since their tokens were never heard of. Settle after.
         """
         group = self._main_group if self._main_group is not None else 0
-        table = self._tables.setdefault((medium, group), {})
+        table = self._table(medium, group)
         self._unsure.pop(medium, None)
-        for h in [h for h in table if h not in truth]:
+        for h in [h for h in table if not truth.get(h)]:
             self.stats.corrected += 1
             self._drop(medium, group, h)
         unknown = 0
@@ -456,14 +398,15 @@ class Inventory:
             held = table.get(h, 0)
             if held == copies:
                 continue
-            if not held and h not in self._nodes:
+            node = self._blocks.get(h)
+            if not held and node is None:
                 unknown += 1
                 continue
             self.stats.corrected += 1
             self.copies += copies - held
             table[h] = copies
-            if not held:
-                self._hold(self._nodes[h], 1 << tier_of(medium))
+            if not held and node is not None:
+                self._blocks.hold(node, 1 << tier_of(medium))
         return unknown
 
     def state(self) -> InventoryState:
@@ -474,11 +417,11 @@ class Inventory:
             self._page_size,
             sorted(self.flaws),
             [
-                (medium, group, list(table), list(table.values()))
+                (medium, group, list(table.keys()), list(table.values()))
                 for (medium, group), table in self._tables.items()
                 if table
             ],
-            [self._node_state(node) for node in self._nodes.values()],
+            [self._node_state(node) for node in self._blocks.nodes()],
             [(group, need.size, need.needed) for group, need in self._groups.items()],
         )
 
@@ -503,40 +446,44 @@ class Inventory:
     def restore(self, state: InventoryState) -> None:
         """Become what `state` describes; settle after. Raises ValueError, with nothing taken over, if it contradicts
         itself."""
-        nodes: dict[EngineHash, Node] = {}
-        suspects: set[Node] = set()
-        for saved in state.nodes:
-            node = nodes[EngineHash(saved.hash)] = Node(EngineHash(saved.hash))
-            node.placed, node.tiers, node.opaque = saved.placed, saved.tiers, saved.opaque
-            node.digest = None if saved.digest is None else BlockHash(saved.digest)
-            node.engine_digest, node.depth = saved.engine_digest, saved.depth
-            node.head = None if saved.head is None else PageHead(saved.head)
-            node.keys = tuple(map(BlockKey, saved.keys))
-            node.tail, node.pending = saved.tail, saved.pending
-            if saved.suspect:
-                suspects.add(node)
-        if len(nodes) != len(state.nodes):
+        by_hash = {EngineHash(saved.hash): saved for saved in state.nodes}
+        if len(by_hash) != len(state.nodes):
             raise ValueError("a block is listed twice")
-        for saved in state.nodes:
-            if saved.parent is not None:
-                parent = nodes.get(EngineHash(saved.parent))
-                if parent is None:
-                    raise ValueError("a parent is missing")
-                node = nodes[EngineHash(saved.hash)]
-                node.parent = parent
-                parent.adopt(node)
-        tables: dict[tuple[str, int], dict[EngineHash, int]] = {}
-        for medium, group, hashes, copies in state.tables:
-            tables[medium, group] = dict(zip(map(EngineHash, hashes), copies, strict=True))
+        if any(saved.parent is not None and saved.parent not in by_hash for saved in state.nodes):
+            raise ValueError("a parent is missing")
+        blocks, suspects = block_table(), set()
+        tables: dict[tuple[str, int], Copies] = {}
+        try:
+            for saved in state.nodes:
+                node = blocks.node(EngineHash(saved.hash))
+                blocks.hold(node, saved.tiers)
+                blocks.mark(node)
+                node.opaque, node.pending = saved.opaque, saved.pending
+                node.extend(
+                    None if saved.digest is None else BlockHash(saved.digest),
+                    saved.engine_digest,
+                    saved.depth,
+                    None if saved.head is None else PageHead(saved.head),
+                    [BlockKey(key) for key in saved.keys],
+                    saved.tail,
+                )
+                if saved.placed:
+                    node.place(None if saved.parent is None else blocks.node(EngineHash(saved.parent)))
+                if saved.suspect:
+                    suspects.add(node)
+            for medium, group, hashes, copies in state.tables:
+                table = tables[medium, group] = copies_table()
+                for h, count in zip(map(EngineHash, hashes), copies, strict=True):
+                    table[h] = count
+        except OverflowError:
+            raise ValueError("a number is out of range") from None
         self._groups = {group: Group(size, needed) for group, size, needed in state.groups}
         self._start()
         self._reset = True
-        self._nodes, self._tables, self._suspects = nodes, tables, suspects
+        self._blocks, self._tables, self._suspects = blocks, tables, suspects
         if self._groups:
-            self._stale = dict.fromkeys(nodes.values())
-        self._dirty = dict.fromkeys(nodes.values())
+            self._stale = dict.fromkeys(blocks.nodes())
         self.copies = sum(sum(table.values()) for table in tables.values())
-        self.held = sum(1 for node in nodes.values() if node.tiers)
         self.flaws = set(state.flaws)
         self.parity, self._main_group, self._page_size = state.parity, state.main_group, state.page_size
 
@@ -549,25 +496,28 @@ class Inventory:
         self._enforce_bound()
         if self._stale:
             self._count_runs()
-        dirty, self._dirty = self._dirty, {}
-        old: dict[Node, int] = {}
-        for node in dirty:
-            self._attach(node, old)
-        for node, mask in old.items():
-            if node.mask != mask:
-                self._emit(node, mask)
-        for node in dirty:
-            if not node.tiers:
-                self._collect(node)
-        delta = Delta(self._reset, PackedWrites.of(self._emitted.values()))
-        self._reset, self._emitted = False, {}
+        report = bool(self._suspects or self._groups)
+        writes, contests, dropped = self._blocks.settle(report)
+        self.stats.ambiguous += contests
+        for node in dropped:
+            self._suspects.discard(node)
+            for need in self._groups.values():
+                need.runs.pop(node, None)
+        delta = Delta(self._reset, PackedWrites(writes))
+        self._reset = False
         return delta
+
+    def _table(self, medium: str, group: int) -> Copies:
+        table = self._tables.get((medium, group))
+        if table is None:
+            table = self._tables[medium, group] = copies_table()
+        return table
 
     def _stored(self, event: BlockStored) -> None:
         stats, hashes = self.stats, event.hashes
         stats.stored += len(hashes)
         medium = event.medium
-        table = self._tables.setdefault((medium, event.group), {})
+        table = self._table(medium, event.group)
         self._taken[medium] = self._taken.get(medium, 0) + len(hashes)
         if self._unsure:
             self._vouch(event, table)
@@ -598,12 +548,12 @@ class Inventory:
         if not usable:
             stats.unplaced += len(hashes)
             for h in hashes:
-                self._hold(self._node(h), bit)
+                self._blocks.hold(self._blocks.node(h), bit)
             return
-        first = parent = None if event.parent is None else self._node(event.parent)
+        first = parent = None if event.parent is None else self._blocks.node(event.parent)
         extra = event.extra_keys
         for i, h in enumerate(hashes):
-            node = self._node(h)
+            node = self._blocks.node(h)
             if not node.placed:
                 inputs: Inputs | None = None
                 try:
@@ -624,13 +574,13 @@ class Inventory:
                     stats.unhashable += 1
                     node.opaque = not self._engine_keys
                 self._place(node, parent, inputs)
-            elif node.parent is not parent:
+            elif node.parent != parent:
                 stats.reparented += 1
                 self.flaws.add("hashes_do_not_bind_prefix")
-            self._hold(node, bit)
+            self._blocks.hold(node, bit)
             parent = node
         if first is not None:
-            self._collect(first)
+            self._blocks.collect(first)
 
     def _tokens_ahead(self, event: BlockStored, index: int) -> Sequence[int] | None:
         """The tokens past a block that its hash covers; None for none. Raises UnhashableBlock where that is not what
@@ -643,17 +593,11 @@ class Inventory:
         self.flaws.add("lookahead_hashes")
         raise UnhashableBlock("lookahead")
 
-    def _stored_plainly(self, event: BlockStored, table: dict[EngineHash, int]) -> bool:
-        """Take in one event the short way: blocks nobody has seen, each one index block, right below an attached one.
-
-        Most of what engines publish is of this kind. Does what the long way would, in steps over whole lists; or
-        nothing at all, and returns False, where anything is out of the ordinary.
-        """
-        hashes, size, nodes = event.hashes, self.block_size, self._nodes
-        count = len(hashes)
+    def _stored_plainly(self, event: BlockStored, table: Copies) -> bool:
+        """Take in one event the short way (`BlockTable.store`), or do nothing and return False."""
+        hashes, size, rule = event.hashes, self.block_size, self._rule
         if (
             event.block_size != size
-            or len(event.tokens) != size * count
             or size != self._page_size
             or event.group != self._main_group
             or self._engine_keys
@@ -665,57 +609,18 @@ class Inventory:
             or event.lora_name
             or event.lora_id is not None
             or event.cache_salt
-            or not (self._rule is None or (self.parity and self._rule.canonical))
+            or not (rule is None or (self.parity and rule.canonical))
             or (event.kind is not None and event.kind not in FULL_ATTENTION_KINDS)
         ):
             return False
-        parent = None
-        digest, depth, head = self._root, 0, None
-        if event.parent is not None:
-            parent = nodes.get(event.parent)
-            if (
-                parent is None
-                or not (parent.mask and parent.tiers)
-                or parent in self._dirty
-                or parent.digest is None
-                or (self._rule is not None and parent.engine_digest is None)
-            ):
-                return False
-            digest, depth, head = parent.digest, parent.depth, parent.head
-        if not (nodes.keys().isdisjoint(hashes) and table.keys().isdisjoint(hashes)):
+        tokens = packed_tokens(event.tokens, 0, len(event.tokens))
+        if tokens is None or not self._blocks.store(
+            table, hashes, tokens, size, event.parent, self._root, 1 << tier_of(event.medium), rule is not None
+        ):
             return False
-        digests = chain_hashes(digest, size, event.tokens)
-        keys = cast("list[BlockKey]", [one[-KEY_BYTES:] for one in digests])
-        rule = self._rule
-        if rule is not None and struct.unpack(f">{count}Q", b"".join(keys)) != tuple(hashes):
-            return False
-        if len(set(hashes)) != count or not self._claims.keys().isdisjoint(keys):
-            return False
-
-        tiers = TierMask(1 << tier_of(event.medium))
-        above = None if parent is None else block_key(digest)
-        fresh: list[Node] = []
-        emitted = self._emitted
-        for h, digest, key in zip(hashes, digests, keys, strict=True):
-            if depth % PAGE_SPAN == 0 or head is None:
-                head = PageHead(key)
-            emitted[key] = BlockWrite(key, above, head, depth, tiers)
-            depth += 1
-            node = Node(h, parent, True, tiers, tiers, digest, digest if rule else None, depth, head, (key,))
-            if fresh:
-                fresh[-1].below = node
-            elif parent is not None:
-                parent.adopt(node)
-            fresh.append(node)
-            parent, above = node, key
-        nodes.update(zip(hashes, fresh, strict=True))
-        self._claims.update(zip(keys, fresh, strict=True))
-        table.update(dict.fromkeys(hashes, 1))
-        self.copies += count
-        self.held += count
-        self.attached += count
+        self.copies += len(hashes)
         if rule is not None:
-            self.stats.parity_ok += count
+            self.stats.parity_ok += len(hashes)
         return True
 
     def _is_main(self, event: BlockStored) -> bool:
@@ -744,9 +649,9 @@ class Inventory:
             if self._page_size is not None and event.block_size % self._page_size:
                 self.flaws.add("group_block_size")
             self._groups[event.group] = Group(event.block_size, needed)
-            self._stale = dict.fromkeys(self._nodes.values())
+            self._stale = dict.fromkeys(self._blocks.nodes())
         for h in event.hashes:
-            if (node := self._nodes.get(h)) is not None:
+            if (node := self._blocks.get(h)) is not None:
                 self._stale[node] = None
 
     def _group_holds(self, group: int, h: EngineHash) -> bool:
@@ -757,22 +662,27 @@ class Inventory:
     def _count_runs(self) -> None:
         """Bring every group's runs up to date, from the nodes that changed down to where nothing does."""
         stale, self._stale = self._stale, {}
+        counted: set[Node] = set()
         for group, need in self._groups.items():
             runs = need.runs
             for start in stale:
                 todo = [start]
                 while todo:
                     node = todo.pop()
-                    if self._nodes.get(node.hash) is not node:
+                    if self._blocks.get(node.hash) != node:
                         continue
                     at_start = need.needed if node.placed else 0
                     above = at_start if node.parent is None else runs.get(node.parent, 0)
                     if self._ends_group_block(node, need):
                         above = min(need.needed, above + 1) if self._group_holds(group, node.hash) else 0
+                    counted.add(node)
                     if runs.get(node) != above:
                         runs[node] = above
-                        self._dirty[node] = None
                         todo.extend(node.children)
+        for node in counted:
+            if self._usable_end(node) == node.lacking:
+                node.lacking = not node.lacking
+                self._blocks.mark(node)
 
     def _ends_group_block(self, node: Node, need: Group) -> bool:
         tail = 0 if node.tail is None else len(node.tail[0])
@@ -796,37 +706,23 @@ class Inventory:
             return size == self.block_size
         return size > 0 and (self.block_size % size == 0 or size % self.block_size == 0)
 
-    def _node(self, h: EngineHash) -> Node:
-        node = self._nodes.get(h)
-        if node is None:
-            node = self._nodes[h] = Node(h)
-        return node
-
-    def _hold(self, node: Node, bit: int) -> None:
-        if not node.tiers & bit:
-            if not node.tiers:
-                self.held += 1
-            node.tiers |= bit
-            self._dirty[node] = None
-
     def _place(self, node: Node, parent: Node | None, inputs: Inputs | None) -> None:
         """Hang a node under its parent and extend the chain as far down as it is now known."""
         # Only a node that was named as a parent before can be above its own parent.
-        if parent is node or (parent is not None and node.children and self._is_below(parent, node)):
+        if parent == node or (parent is not None and node.children and self._is_below(parent, node)):
             # A block cannot be part of its own prefix. Nothing under such a name can be known to match.
             self.flaws.add("hashes_do_not_bind_prefix")
             self.stats.reparented += 1
             parent, node.opaque = None, True
-        node.placed, node.parent, node.pending = True, parent, inputs
-        if parent is not None:
-            parent.adopt(node)
-            if parent.digest is None and not parent.opaque:
-                return
+        node.place(parent)
+        node.pending = inputs
+        if parent is not None and parent.digest is None and not parent.opaque:
+            return
         todo = [node]
         while todo:
             node = todo.pop()
             self._extend(node)
-            self._dirty[node] = None
+            self._blocks.mark(node)
             if self._groups:
                 self._stale[node] = None
             todo.extend(child for child in node.children if child.digest is None)
@@ -836,7 +732,7 @@ class Inventory:
         """Is `other`, which is not placed, an ancestor of `node`? Then `node` has no known chain yet."""
         at: Node | None = node
         while at is not None and at.digest is None:
-            if at is other:
+            if at == other:
                 return True
             at = at.parent
         return False
@@ -882,8 +778,7 @@ class Inventory:
             if depth % PAGE_SPAN == 0:
                 head = PageHead(key)
             depth += 1
-        node.digest, node.engine_digest, node.depth, node.head = digest, engine_digest, depth, head
-        node.keys, node.tail = tuple(keys), tail
+        node.extend(digest, engine_digest, depth, head, keys, tail)
 
     def _compare(self, node: Node, engine_digest: bytes) -> bool:
         """Learn from one prediction of a published name; see proto/engine.py for what a miss means."""
@@ -910,65 +805,71 @@ class Inventory:
         while todo:
             node = todo.pop()
             node.opaque = True
-            self._dirty[node] = None
+            self._blocks.mark(node)
             todo.extend(child for child in node.children if not child.opaque)
 
     def _removed(self, event: BlockRemoved) -> None:
         stats = self.stats
         stats.removed += len(event.hashes)
-        table = self._tables.get((event.medium, event.group))
+        medium, group = event.medium, event.group
+        table = self._tables.get((medium, group))
+        if table is None:
+            stats.unknown_removals += len(event.hashes)
+            return
+        if group == self._main_group and medium not in self._unsure and self._only_of_tier(medium):
+            unknown = self._blocks.remove(table, event.hashes, 1 << tier_of(medium))
+            stats.unknown_removals += unknown
+            self.copies -= len(event.hashes) - unknown
+            return
         for h in event.hashes:
-            copies = table.get(h) if table is not None else None
-            if table is None or copies is None:
+            copies = table.get(h, 0)
+            if not copies:
                 stats.unknown_removals += 1
                 continue
             self.copies -= 1
             if copies > 1:
                 table[h] = copies - 1
             else:
-                del table[h]
-                if self._unsure and (unsure := self._unsure.get(event.medium)):
-                    unsure.pop((event.group, h), None)
-                if event.group == self._main_group:
-                    self._unhold(h, event.medium)
-                elif self._groups and (node := self._nodes.get(h)) is not None:
-                    self._stale[node] = None
+                self._gone(medium, group, table, h)
 
-    def _unhold(self, h: EngineHash, medium: str) -> None:
-        node = self._nodes.get(h)
-        if node is None:
-            return  # a foreign block: recorded by medium only
+    def _gone(self, medium: str, group: int, table: Copies, h: EngineHash) -> Node | None:
+        """The last copy of a block in one medium went. Returns its node, if it has one."""
+        table.drop(h)
+        if unsure := self._unsure.get(medium):
+            unsure.pop((group, h), None)
+        node = self._blocks.get(h)  # none for a foreign block: recorded by medium only
+        if node is not None and group == self._main_group:
+            if not any(h in other for other in self._same_tier(medium)):
+                self._blocks.unhold(node, 1 << tier_of(medium))
+        elif node is not None and self._groups:
+            self._stale[node] = None
+        return node
+
+    def _same_tier(self, medium: str) -> Iterator[Copies]:
+        """Tables of the other media that count for the same tier."""
         tier = tier_of(medium)
         for (name, group), table in self._tables.items():
-            if group == self._main_group and name != medium and tier_of(name) == tier and h in table:
-                if name in self._ignored:
-                    continue
-                return
-        if node.tiers & (1 << tier):
-            node.tiers &= ~(1 << tier)
-            if not node.tiers:
-                self.held -= 1
-            self._dirty[node] = None
+            if group == self._main_group and name != medium and tier_of(name) == tier and name not in self._ignored:
+                yield table
+
+    def _only_of_tier(self, medium: str) -> bool:
+        return medium == "gpu" or not any(self._same_tier(medium))
 
     def _enforce_bound(self) -> None:
         # Nodes that are not held hang above one that is, so evicting copies frees nodes as well.
-        while self.copies > self._max_blocks or (self.copies and len(self._nodes) > 2 * self._max_blocks):
+        while self.copies > self._max_blocks or (self.copies and len(self._blocks) > 2 * self._max_blocks):
             (medium, group), table = max(self._tables.items(), key=lambda item: len(item[1]))
             self.stats.evicted += 1
             self.flaws.add("inventory_bound")
-            self._drop(medium, group, next(iter(table)))
+            self._drop(medium, group, table.oldest())
 
     def _drop(self, medium: str, group: int, h: EngineHash) -> None:
         """Forget every copy of one block in one medium."""
-        self.copies -= self._tables[medium, group].pop(h)
-        if unsure := self._unsure.get(medium):
-            unsure.pop((group, h), None)
-        if group == self._main_group:
-            self._unhold(h, medium)
-            if (node := self._nodes.get(h)) is not None:
-                self._collect(node)
-        elif self._groups and (node := self._nodes.get(h)) is not None:
-            self._stale[node] = None
+        table = self._tables[medium, group]
+        self.copies -= table[h]
+        node = self._gone(medium, group, table, h)
+        if node is not None and group == self._main_group:
+            self._blocks.collect(node)
 
     # ---- after a loss -------------------------------------------------------------------------------------------
 
@@ -994,17 +895,17 @@ class Inventory:
             for h in table:
                 unsure.setdefault((group, h), taken)
 
-    def _vouch(self, event: BlockStored, table: dict[EngineHash, int]) -> None:
+    def _vouch(self, event: BlockStored, table: Copies) -> None:
         """A store proves that its prefix is in the engine's memory. Of a suspect stored again, that copy is sure."""
         unsure = self._unsure.get(event.medium)
         if not unsure:
             return
         group = event.group
         for h in event.hashes:
-            if unsure.pop((group, h), None) is not None and (copies := table.pop(h, 0)):
-                self.copies -= copies
+            if unsure.pop((group, h), None) is not None:
+                self.copies -= table.drop(h)
         if event.medium == "gpu" and group == self._main_group and event.parent is not None:
-            node = self._nodes.get(event.parent)
+            node = self._blocks.get(event.parent)
             while node is not None and unsure.pop((group, node.hash), None) is not None:
                 node = node.parent
 
@@ -1022,141 +923,12 @@ class Inventory:
                 self._drop(medium, group, h)
         self._unsure = {medium: unsure for medium, unsure in self._unsure.items() if unsure}
 
-    # ---- attaching ----------------------------------------------------------------------------------------------
-
-    def _wanted(self, node: Node) -> int:
-        """The tiers and THROUGH this node should show in the index; 0 while detached."""
-        if not node.tiers or node.opaque or node.digest is None:
-            return 0
-        parent = node.parent
-        if parent is not None and not parent.mask:
-            return 0
-        through = THROUGH if self._groups and not self._usable_end(node) else 0
-        pages = self._pages(node)
-        if len(pages) == 1:
-            return node.tiers | through
-        # Several engine pages make one index block: a tier holds it when it holds all of them.
-        common, slowest = node.tiers, 0
-        for page in pages:
-            common &= page.tiers
-            slowest = max(slowest, page.tiers & -page.tiers)
-        return (common or slowest) | through
-
     def _usable_end(self, node: Node) -> bool:
         """Does every further group hold what a prompt that goes on here needs of it?"""
         return all(
             need.runs.get(node, 0) >= need.needed and self._ends_group_block(node, need)
             for need in self._groups.values()
         )
-
-    def _pages(self, node: Node) -> list[Node]:
-        """The engine pages that make up the index block completing at this node; itself if none does."""
-        pages = [node]
-        while node.keys and (parent := pages[-1].parent) is not None and parent.tail is not None:
-            pages.append(parent)
-        return pages
-
-    def _completing(self, page: Node) -> Iterator[Node]:
-        """The nodes at which an index block completes that `page`, which completes none, is part of."""
-        todo = [page]
-        while todo:
-            for child in todo.pop().children:
-                if child.keys:
-                    yield child
-                else:
-                    todo.append(child)
-
-    def _attach(self, node: Node, old: dict[Node, int]) -> None:
-        todo = [node]
-        while todo:
-            node = todo.pop()
-            wanted = self._wanted(node)
-            if wanted == node.mask:
-                continue
-            old.setdefault(node, node.mask)
-            flipped = bool(wanted) != bool(node.mask)
-            if flipped:
-                self.attached += 1 if wanted else -1
-            node.mask = wanted
-            if flipped:
-                todo.extend(node.children)
-            elif not node.keys:
-                # A page without a key of its own still decides the tiers of the block it is part of.
-                todo.extend(self._completing(node))
-
-    def _emit(self, node: Node, was: int) -> None:
-        for key in node.keys:
-            if node.mask and not was:
-                self._claim(key, node)
-            elif was and not node.mask:
-                self._disclaim(key, node)
-        for write in self._writes(node):
-            self._emitted[write.key] = write
-
-    def _writes(self, node: Node) -> Iterator[BlockWrite]:
-        parent = node.parent
-        head = None if parent is None else parent.head
-        above = None if parent is None or not parent.depth or parent.digest is None else block_key(parent.digest)
-        depth = node.depth - len(node.keys)
-        for key in node.keys:
-            if depth % PAGE_SPAN == 0 or head is None:
-                head = PageHead(key)
-            yield BlockWrite(key, above, head, depth, TierMask(self._claimed(key)))
-            above, depth = key, depth + 1
-
-    def _claim(self, key: BlockKey, node: Node) -> None:
-        other = self._claims.setdefault(key, node)
-        if other is node:
-            return
-        self.stats.ambiguous += 1
-        if isinstance(other, set):
-            other.add(node)
-        else:
-            self._claims[key] = {other, node}
-            self.ambiguous += 1
-
-    def _disclaim(self, key: BlockKey, node: Node) -> None:
-        owner = self._claims.get(key)
-        if owner is node:
-            del self._claims[key]
-        elif isinstance(owner, set):
-            owner.discard(node)
-            if len(owner) == 1:
-                self._claims[key] = owner.pop()
-                self.ambiguous -= 1
-
-    def _claimed(self, key: BlockKey) -> int:
-        owner = self._claims.get(key)
-        if owner is None:
-            return 0
-        if isinstance(owner, Node):
-            return _shown(owner, key)
-        mask, through = 0, THROUGH
-        for node in owner:
-            shown = _shown(node, key)
-            mask |= shown
-            through &= shown
-        return mask & ~THROUGH | through
-
-    def _collect(self, node: Node) -> None:
-        """Drop a node that is neither held nor needed by anything below it, and ancestors freed by that."""
-        while not node.tiers and not node.children and self._nodes.get(node.hash) is node:
-            del self._nodes[node.hash]
-            self._suspects.discard(node)
-            for need in self._groups.values():
-                need.runs.pop(node, None)
-            parent = node.parent
-            if parent is None:
-                return
-            parent.disown(node)
-            node = parent
-
-
-def _shown(node: Node, key: BlockKey) -> int:
-    """What the index shows of one of a node's index blocks. An engine reuses its own blocks whole: one that is wider
-    than an index block is no hit for a prompt that leaves it half way."""
-    mask = node.mask
-    return mask | THROUGH if mask and key != node.keys[-1] else mask
 
 
 def _cut(tail: Inputs | None, inputs: Inputs, size: int) -> tuple[list[Inputs], Inputs | None]:

@@ -15,7 +15,6 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Final
 
 import msgspec
@@ -133,7 +132,7 @@ class IndexSampler:
         # Neighbours in the inventory were stored together, so a few strides are spread enough.
         start = self._rng.randrange(count)
         step = max(1, count // PROMPTS)
-        keys = list(islice(self._inventory.index_keys(), start % step, None, step))
+        keys = self._inventory.index_keys(start % step, step)
         for key in self._rng.sample(keys, min(len(keys), PROMPTS)):
             chain = self._inventory.chain(key)
             while chain and self._inventory.tiers(chain[-1]) & THROUGH:

@@ -109,7 +109,7 @@ def chain_hashes(parent: BlockHash, block_size: int, tokens: Sequence[int]) -> l
 
     tokens: a whole number of blocks.
     """
-    packed = None if kernel is None else _packed(tokens, 0, len(tokens))
+    packed = None if kernel is None else packed_tokens(tokens, 0, len(tokens))
     if kernel is not None and packed is not None:
         return cast("list[BlockHash]", kernel.chain_hashes(parent, packed, block_size))
     hashes = []
@@ -210,7 +210,7 @@ def token_ids_of(raw: bytes) -> list[int]:
     return cast("list[int]", PackedTokens(raw))
 
 
-def _packed(tokens: Sequence[int], start: int, stop: int) -> bytes | None:
+def packed_tokens(tokens: Sequence[int], start: int, stop: int) -> bytes | None:
     """tokens[start:stop] as little-endian u32; None if some token has more than 32 bits."""
     if isinstance(tokens, PackedTokens):
         return tokens.raw[4 * start : 4 * stop]
@@ -307,7 +307,7 @@ class Chain:
     def _extend_natively(self, start: int, stop: int) -> None:
         assert kernel is not None
         size = self.block_size
-        packed = _packed(self._tokens, start * size, stop * size)
+        packed = packed_tokens(self._tokens, start * size, stop * size)
         if packed is None:
             self._hash_each(start, stop)
             return
@@ -333,7 +333,7 @@ class Chain:
             end = min(stop, start + span - start % span)
             packed = None
             if end - start == span and self._extras is None:
-                packed = _packed(self._tokens, start * size, end * size)
+                packed = packed_tokens(self._tokens, start * size, end * size)
             if packed is None:
                 self._hash_each(start, end)
             else:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Final, Protocol, cast
 
-INTERFACE: Final = 5
+INTERFACE: Final = 6
 """Version of the functions below; a kernel of another one is not used."""
 PURE_VARIABLE: Final = "METATRIE_PURE"
 
@@ -56,6 +56,14 @@ class Kernel(Protocol):
 
     def merge_writes(self, parts: Sequence[bytes]) -> bytes:
         """PackedWrites.merged, of raw parts."""
+        ...
+
+    def BlockTable(self) -> object:  # noqa: N802 -- a class
+        """Twin of `BlockTable` in consumers/blocks.py."""
+        ...
+
+    def Copies(self) -> object:  # noqa: N802 -- a class
+        """Twin of `Copies` there."""
         ...
 
     def writes_by_page(self, raw: bytes) -> list[tuple[bytes, bytes]]:

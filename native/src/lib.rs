@@ -1,7 +1,9 @@
 //! Optional kernel of metatrie. Every function here has a pure Python twin that gives the same answers, and the same
 //! tests run over both; `metatrie/proto/native.py` chooses at import.
 
+mod blocks;
 mod chain;
+mod copies;
 mod events;
 mod memo;
 mod prompt;
@@ -12,7 +14,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
 /// What `proto/native.py` expects; changes with every change of a signature.
-const INTERFACE: u32 = 5;
+const INTERFACE: u32 = 6;
 
 /// Cut the `token_ids` of a JSON object out: (packed little-endian u32, the document with `[0]` in their place), or
 /// None where the document must be decoded the ordinary way.
@@ -137,6 +139,8 @@ fn writes_by_page<'py>(py: Python<'py>, raw: &[u8]) -> PyResult<Bound<'py, PyLis
 fn metatrie_native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("INTERFACE", INTERFACE)?;
     m.add_class::<SpanMemo>()?;
+    m.add_class::<blocks::BlockTable>()?;
+    m.add_class::<copies::Copies>()?;
     m.add_function(wrap_pyfunction!(split_token_ids, m)?)?;
     m.add_function(wrap_pyfunction!(extend_chain, m)?)?;
     m.add_function(wrap_pyfunction!(chain_hashes, m)?)?;

@@ -41,12 +41,12 @@ pub fn tiers(write: &[u8]) -> u8 {
     write[28]
 }
 
-/// The newest state of every block: what appears with parents first, then what goes with children first.
-pub fn merge(parts: &[&[u8]]) -> Vec<u8> {
-    let mut newest: HashMap<Key, usize, KeyHash> = HashMap::default();
+/// The newest state of every block, in the order the blocks first occur.
+pub fn newest<'a>(parts: &[&'a [u8]]) -> Vec<&'a [u8]> {
+    let mut places: HashMap<Key, usize, KeyHash> = HashMap::default();
     let mut all: Vec<&[u8]> = Vec::new();
     for write in parts.iter().flat_map(|part| part.chunks_exact(SIZE)) {
-        match newest.entry(key(write)) {
+        match places.entry(key(write)) {
             Entry::Occupied(at) => all[*at.get()] = write,
             Entry::Vacant(at) => {
                 at.insert(all.len());
@@ -54,6 +54,12 @@ pub fn merge(parts: &[&[u8]]) -> Vec<u8> {
             }
         }
     }
+    all
+}
+
+/// The same, what appears with parents first, then what goes with children first.
+pub fn merge(parts: &[&[u8]]) -> Vec<u8> {
+    let mut all = newest(parts);
     all.sort_by_key(|write| if tiers(write) > 0 { (false, depth(write)) } else { (true, u32::MAX - depth(write)) });
     all.concat()
 }
