@@ -1,13 +1,11 @@
 """The index in one process's memory: reference semantics for the Redis backend, and the store of a single machine.
 
-Strategy. Every incarnation that wrote something owns one bit. `_masks` maps a block key to the bits of those that
-hold it in any tier, so a lookup is one AND per probed block whatever the size of fleet and index. Tiers live with
-the incarnation, per page, and are read only where the fastest tier of its blocks ever differed.
+Strategy. Every incarnation that wrote something owns one bit, its slot in `Holdings`, which maps a block to the bits
+of those that hold it: a lookup is one AND per probed block whatever the size of fleet and index.
 
-Invariants. A key is in `_masks` exactly while some incarnation holds it, and a bit is set in it exactly while that
-incarnation's page lists the key. A bit is reused only after the sweeper cleared it everywhere. Every method runs
-to its end without awaiting, so readers see whole calls; within a page they rely on prefix closure (a holder of a
-page's first and last probed block holds those between), across pages they AND.
+Invariants. A bit is reused only after the sweeper cleared it everywhere. Every method runs to its end without
+awaiting, so readers see whole calls; within a page they rely on prefix closure (a holder of a page's first and last
+probed block holds those between), across pages they AND.
 """
 
 from __future__ import annotations
@@ -15,10 +13,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..proto.errors import Superseded
-from ..proto.hashing import KEY_BYTES, BlockKey, Chain, Namespace, NamespaceId
+from ..proto.hashing import BlockKey, Chain, Namespace, NamespaceId
 from ..proto.index import (
     PAGE_SPAN,
     THROUGH,
@@ -29,7 +27,6 @@ from ..proto.index import (
     Incarnation,
     Match,
     PackedWrites,
-    PageHead,
     ReplicaRef,
     ReplicaSpec,
     ReplicaStatus,
@@ -37,41 +34,31 @@ from ..proto.index import (
     SweepReport,
     TierMask,
 )
+from .holdings import FASTEST, ONE_TIER, holdings
 
 _MAX_CHUNK = 16 * PAGE_SPAN
 """Most blocks hashed ahead of what is known to match."""
 _MAX_MASKS = 256
 """Sets of holders that queries ended with, kept by their mask; a fleet's worth of pointers each."""
-_MAX_EMPTIED = 1024
-"""Emptied pages per incarnation whose version is remembered; the oldest is forgotten first."""
-_FASTEST = (0, 0, 1, 0, 2, 0, 1, 0)
-"""Tier mask → its fastest tier."""
-_ONE_TIER = frozenset({1, 2, 4})
-
-
-@dataclass(slots=True)
-class _Page:
-    """One incarnation's blocks in one page."""
-
-    version: int
-    blocks: dict[BlockKey, TierMask] = field(default_factory=dict)
-    fastest: int = 0
-    """Bit per tier that was the fastest of some block here since the page was last empty."""
 
 
 @dataclass(slots=True)
 class _Holder:
-    """Everything one incarnation holds."""
+    """One incarnation that wrote something."""
 
     incarnation: Incarnation
+    slot: int
     bit: int
-    pages: dict[PageHead, _Page] = field(default_factory=dict)
-    emptied: dict[PageHead, int] = field(default_factory=dict)
-    """Newest version seen in pages it has emptied; at most _MAX_EMPTIED."""
     fastest: int = 0
-    """As in its pages, over all of them, ever."""
+    """Bit per tier that was the fastest of some block, ever."""
     sparse: bool = False
     """Some block of it was THROUGH, ever."""
+
+    def saw(self, tiers: int) -> None:
+        """As `Holdings` tells what was written."""
+        self.fastest |= tiers & ~THROUGH
+        if tiers & THROUGH:
+            self.sparse = True
 
 
 @dataclass(slots=True)
@@ -106,7 +93,7 @@ class MemoryIndex:
         self._clock = clock
         self._records: dict[ReplicaRef, _Record] = {}
         self._last_incarnation = 0
-        self._masks: dict[BlockKey, int] = {}
+        self._holdings = holdings()
         self._holders: dict[Incarnation, _Holder] = {}
         self._by_slot: list[_Holder | None] = []
         self._behind: dict[int, tuple[_Holder, ...]] = {}
@@ -205,45 +192,12 @@ class MemoryIndex:
 
     async def write(self, incarnation: Incarnation, version: int, blocks: Sequence[BlockWrite]) -> None:
         holder = self._holder(incarnation)
-        pages, masks, bit = holder.pages, self._masks, holder.bit
-        vacating: set[PageHead] = set()
-        for head, entries in PackedWrites.of(blocks).by_page():
-            page = pages.get(head) or self._page(holder, head)
-            if version < page.version:
-                vacating.add(head)
-                continue
-            page.version = version
-            for at in range(0, len(entries), KEY_BYTES + 1):
-                key, tiers = BlockKey(entries[at : at + KEY_BYTES]), TierMask(entries[at + KEY_BYTES])
-                if tiers in _ONE_TIER:  # as `_set` would, for what nearly every block of a fleet is
-                    page.blocks[key] = tiers
-                    page.fastest |= tiers
-                    holder.fastest |= tiers
-                    masks[key] = masks.get(key, 0) | bit
-                else:
-                    self._set(holder, page, key, tiers)
-                    vacating.add(head)
-        self._forget_empty(holder, vacating)
+        holder.saw(self._holdings.write(holder.slot, version, PackedWrites.of(blocks).raw))
 
     async def refresh(self, incarnation: Incarnation, version: int, blocks: Sequence[BlockWrite]) -> int:
         holder = self._holder(incarnation)
-        wanted: dict[PageHead, dict[BlockKey, TierMask]] = {}
-        for block in blocks:
-            wanted.setdefault(block.head, {})[block.key] = block.tiers
-        wrong = 0
-        for head, content in wanted.items():
-            page = self._page(holder, head)
-            if version < page.version:
-                continue
-            page.version = version
-            for key in [key for key in page.blocks if key not in content]:
-                self._set(holder, page, key, TierMask(0))
-                wrong += 1
-            for key, tiers in content.items():
-                if page.blocks.get(key, 0) != tiers:
-                    self._set(holder, page, key, tiers)
-                    wrong += 1
-        self._forget_empty(holder, wanted)
+        wrong, tiers = self._holdings.refresh(holder.slot, version, PackedWrites.of(blocks).raw)
+        holder.saw(tiers)
         return wrong
 
     def _holder(self, incarnation: Incarnation) -> _Holder:
@@ -254,42 +208,9 @@ class MemoryIndex:
             except ValueError:
                 slot = len(self._by_slot)
                 self._by_slot.append(None)
-            holder = self._by_slot[slot] = self._holders[incarnation] = _Holder(incarnation, 1 << slot)
+            holder = self._by_slot[slot] = self._holders[incarnation] = _Holder(incarnation, slot, 1 << slot)
             self._snapshot = None
         return holder
-
-    @staticmethod
-    def _page(holder: _Holder, head: PageHead) -> _Page:
-        page = holder.pages.get(head)
-        if page is None:
-            page = holder.pages[head] = _Page(holder.emptied.pop(head, 0))
-        return page
-
-    def _set(self, holder: _Holder, page: _Page, key: BlockKey, tiers: TierMask) -> None:
-        if tiers:
-            page.blocks[key] = tiers
-            fastest = tiers & -tiers
-            page.fastest |= fastest
-            holder.fastest |= fastest
-            if tiers & THROUGH:
-                holder.sparse = True
-            self._masks[key] = self._masks.get(key, 0) | holder.bit
-        elif page.blocks.pop(key, None) is not None:
-            mask = self._masks[key] & ~holder.bit
-            if mask:
-                self._masks[key] = mask
-            else:
-                del self._masks[key]
-
-    @staticmethod
-    def _forget_empty(holder: _Holder, heads: set[PageHead] | dict[PageHead, dict[BlockKey, TierMask]]) -> None:
-        for head in heads:
-            page = holder.pages[head]
-            if not page.blocks:
-                del holder.pages[head]
-                holder.emptied[head] = page.version
-        while len(holder.emptied) > _MAX_EMPTIED:
-            del holder.emptied[next(iter(holder.emptied))]
 
     # Reading
 
@@ -298,23 +219,23 @@ class MemoryIndex:
 
     def match_quickly(self, chain: Chain) -> Match:
         snapshot = self._read_registry()
-        alive, total, probe = snapshot.live, chain.blocks, self._masks.get
+        alive, total, probe = snapshot.live, chain.blocks, self._holdings.mask
         ended: list[tuple[int, int]] = []
         """(bits, blocks): those who hold exactly that many leading blocks."""
-        keys: Sequence[BlockKey] = ()
+        keys: list[BlockKey] = []
         start, ahead = 0, PAGE_SPAN
         while alive and start < total:
             if start >= len(keys):
                 keys = chain.keys(start + ahead)
                 ahead = min(2 * ahead, _MAX_CHUNK)
             stop = min(start + PAGE_SPAN, total)
-            first = probe(keys[start], 0) & alive
+            first = probe(keys[start]) & alive
             if first != alive:
                 ended.append((alive ^ first, start))
                 alive = first
-            if alive and probe(keys[stop - 1], 0) & alive != alive:
+            if alive and probe(keys[stop - 1]) & alive != alive:
                 for depth in range(start + 1, stop):
-                    mask = probe(keys[depth], 0) & alive
+                    mask = probe(keys[depth]) & alive
                     if mask != alive:
                         ended.append((alive ^ mask, depth))
                         alive = mask
@@ -326,14 +247,22 @@ class MemoryIndex:
                 alike: dict[int, Depth] = {}
                 """By the only tier of its holders."""
                 for holder in self._of(mask):
-                    if holder.fastest in _ONE_TIER and not holder.sparse:
+                    if holder.fastest in ONE_TIER and not holder.sparse:
                         shared = alike.get(holder.fastest)
                         if shared is None:
-                            shared = alike[holder.fastest] = Depth(blocks, _tiers(holder, keys, blocks))
+                            shared = alike[holder.fastest] = Depth(blocks, self._tiers(holder, keys, blocks))
                         depths[holder.incarnation] = shared
-                    elif usable := _usable(holder, keys, blocks) if holder.sparse else blocks:
-                        depths[holder.incarnation] = Depth(usable, _tiers(holder, keys, usable))
+                    elif usable := self._holdings.usable(holder.slot, keys, blocks) if holder.sparse else blocks:
+                        depths[holder.incarnation] = Depth(usable, self._tiers(holder, keys, usable))
         return Match(snapshot.fleet, depths)
+
+    def _tiers(self, holder: _Holder, keys: list[BlockKey], blocks: int) -> tuple[int, int, int]:
+        """How many of the first `blocks` blocks have their fastest copy in which tier."""
+        if holder.fastest not in ONE_TIER:
+            return self._holdings.tiers(holder.slot, keys, blocks)
+        counts = [0, 0, 0]
+        counts[FASTEST[holder.fastest]] = blocks
+        return counts[0], counts[1], counts[2]
 
     def _of(self, mask: int) -> tuple[_Holder, ...]:
         """The incarnations behind a mask's bits."""
@@ -353,10 +282,10 @@ class MemoryIndex:
 
     async def held(self, incarnation: Incarnation, *, pages: int | None = None) -> dict[BlockKey, TierMask]:
         holder = self._holders.get(incarnation)
-        found = list(holder.pages.values()) if holder else []
-        if pages is not None and pages < len(found):
-            found = random.sample(found, pages)
-        return {key: tiers for page in found for key, tiers in page.blocks.items()}
+        heads = self._holdings.heads(holder.slot) if holder else []
+        if pages is not None and pages < len(heads):
+            heads = random.sample(heads, pages)
+        return dict(self._holdings.content(holder.slot, heads)) if holder else {}
 
     # Sweeping
 
@@ -378,45 +307,15 @@ class MemoryIndex:
         dead = [holder for incarnation, holder in self._holders.items() if incarnation not in named]
         cleaned = reclaimed = 0
         for holder in dead:
-            while holder.pages and cleaned < pages:
-                _, page = holder.pages.popitem()
-                for key in list(page.blocks):
-                    self._set(holder, page, key, TierMask(0))
-                cleaned += 1
-            if holder.pages:
+            vacated, empty = self._holdings.vacate(holder.slot, pages - cleaned)
+            cleaned += vacated
+            if not empty:
                 break
             del self._holders[holder.incarnation]
-            self._by_slot[holder.bit.bit_length() - 1] = None
+            self._by_slot[holder.slot] = None
             self._behind.clear()
             reclaimed += 1
         return SweepReport(cleaned, reclaimed, len(dead) - reclaimed, tuple(expired))
-
-
-def _usable(holder: _Holder, keys: Sequence[BlockKey], blocks: int) -> int:
-    """The most of the first `blocks` blocks, all held, with which a prompt may end."""
-    while blocks:
-        page = holder.pages[PageHead(keys[(blocks - 1) // PAGE_SPAN * PAGE_SPAN])].blocks
-        if not page[keys[blocks - 1]] & THROUGH:
-            break
-        blocks -= 1
-    return blocks
-
-
-def _tiers(holder: _Holder, keys: Sequence[BlockKey], blocks: int) -> tuple[int, int, int]:
-    """How many of the first `blocks` blocks have their fastest copy in which tier."""
-    counts = [0, 0, 0]
-    if holder.fastest in _ONE_TIER:
-        counts[_FASTEST[holder.fastest]] = blocks
-    else:
-        for start in range(0, blocks, PAGE_SPAN):
-            stop = min(start + PAGE_SPAN, blocks)
-            page = holder.pages[PageHead(keys[start])]
-            if page.fastest in _ONE_TIER:
-                counts[_FASTEST[page.fastest]] += stop - start
-            else:
-                for key in keys[start:stop]:
-                    counts[_FASTEST[page.blocks[key] & ~THROUGH]] += 1
-    return counts[0], counts[1], counts[2]
 
 
 class MemoryStore:

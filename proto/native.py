@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Final, Protocol, cast
 
-INTERFACE: Final = 6
+INTERFACE: Final = 7
 """Version of the functions below; a kernel of another one is not used."""
 PURE_VARIABLE: Final = "METATRIE_PURE"
 
@@ -60,6 +60,10 @@ class Kernel(Protocol):
 
     def BlockTable(self) -> object:  # noqa: N802 -- a class
         """Twin of `BlockTable` in consumers/blocks.py."""
+        ...
+
+    def Holdings(self) -> object:  # noqa: N802 -- a class
+        """Twin of `Holdings` in indexer/holdings.py."""
         ...
 
     def Copies(self) -> object:  # noqa: N802 -- a class

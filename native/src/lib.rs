@@ -5,6 +5,7 @@ mod blocks;
 mod chain;
 mod copies;
 mod events;
+mod holdings;
 mod memo;
 mod prompt;
 mod writes;
@@ -14,7 +15,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
 /// What `proto/native.py` expects; changes with every change of a signature.
-const INTERFACE: u32 = 6;
+const INTERFACE: u32 = 7;
 
 /// Cut the `token_ids` of a JSON object out: (packed little-endian u32, the document with `[0]` in their place), or
 /// None where the document must be decoded the ordinary way.
@@ -141,6 +142,7 @@ fn metatrie_native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<SpanMemo>()?;
     m.add_class::<blocks::BlockTable>()?;
     m.add_class::<copies::Copies>()?;
+    m.add_class::<holdings::Holdings>()?;
     m.add_function(wrap_pyfunction!(split_token_ids, m)?)?;
     m.add_function(wrap_pyfunction!(extend_chain, m)?)?;
     m.add_function(wrap_pyfunction!(chain_hashes, m)?)?;
