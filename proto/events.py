@@ -23,7 +23,7 @@ from typing import Annotated, Any, NewType, cast
 import msgspec
 
 from .errors import MalformedBatch
-from .hashing import PackedTokens
+from .hashing import PackedTokens, token_ids_of
 from .index import Tier
 from .native import kernel
 
@@ -183,6 +183,9 @@ def decode_batch(payload: bytes, *, pack_tokens: bool = False) -> Batch:
     """
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise MalformedBatch("too_large")
+    if pack_tokens and kernel is not None and (plain := kernel.plain_batch(payload)) is not None:
+        ts, rank, fields = plain
+        return Batch(_seconds(ts), [_plain_event(*event) for event in fields], rank)
     skipped: list[Skipped] = []
     packed = kernel.pack_token_ids(payload) if pack_tokens and kernel is not None else None
     try:
@@ -208,6 +211,32 @@ def decode_batch(payload: bytes, *, pack_tokens: bool = False) -> Batch:
         except _Bad as bad:
             skipped.append(Skipped(bad.cause))
     return Batch(_seconds(ts), events, rank, skipped)
+
+
+def _plain_event(
+    hashes: list[EngineHash] | None = None,
+    medium: str | None = None,
+    group: int = 0,
+    parent: EngineHash | None = None,
+    tokens: bytes | None = None,
+    block_size: int = 0,
+    kind: str | None = None,
+) -> Event:
+    """An event as the native kernel tells it."""
+    if hashes is None:
+        return AllBlocksCleared()
+    name = _medium(medium)
+    if tokens is None:
+        return BlockRemoved(hashes=hashes, medium=name, group=group)
+    return BlockStored(
+        hashes=hashes,
+        parent=parent,
+        tokens=token_ids_of(tokens),
+        block_size=block_size,
+        medium=name,
+        group=group,
+        kind=kind,
+    )
 
 
 def _seconds(ts: float) -> float:
@@ -376,12 +405,7 @@ def _extra_keys(value: Any, hashes: int) -> list[Any] | None:
 def _where(f: dict[Any, Any]) -> tuple[str, int, bool]:
     """Medium, group and whether the copy is remote. A remote copy is never taken for the engine's GPU memory."""
     medium, group, locality = f.get("medium"), f.get("group_idx"), f.get("locality")
-    if medium is None:
-        name = "gpu"
-    else:
-        name = (_text(medium, "medium") or "").lower()
-        if name not in _TIERS:
-            name = OTHER_MEDIUM
+    name = _medium(_text(medium, "medium"))
     remote = locality is not None and (_text(locality, "locality") or "").upper() != "LOCAL"
     if remote and name == "gpu":
         name = OTHER_MEDIUM
@@ -390,6 +414,13 @@ def _where(f: dict[Any, Any]) -> tuple[str, int, bool]:
     if type(group) is not int or not 0 <= group < MAX_GROUPS:
         raise _Bad("group_idx")
     return name, group, remote
+
+
+def _medium(name: str | None) -> str:
+    if name is None:
+        return "gpu"
+    name = name.lower()
+    return name if name in _TIERS else OTHER_MEDIUM
 
 
 def _window(value: Any) -> int | None:

@@ -169,18 +169,24 @@ def looking_ahead(extra_keys: Sequence[Any] | None, tokens: Sequence[int]) -> li
 class PackedTokens(Sequence[int]):
     """Token ids as they travel best: little-endian u32 in one bytes object. Slices are lists."""
 
-    __slots__ = ("_view", "raw")
+    __slots__ = ("_array", "raw")
 
     def __init__(self, raw: bytes) -> None:
         """raw: a whole number of tokens."""
         self.raw = raw
-        view = array("I", raw)
-        if sys.byteorder == "big":
-            view.byteswap()
-        self._view = view
+        self._array: array[int] | None = None
+
+    @property
+    def _view(self) -> array[int]:
+        """Made when somebody looks at single tokens, which few do."""
+        if self._array is None:
+            self._array = array("I", self.raw)
+            if sys.byteorder == "big":
+                self._array.byteswap()
+        return self._array
 
     def __len__(self) -> int:
-        return len(self._view)
+        return len(self.raw) // 4
 
     @overload
     def __getitem__(self, at: int) -> int: ...

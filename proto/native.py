@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
-INTERFACE: Final = 7
+INTERFACE: Final = 8
 """Version of the functions below; a kernel of another one is not used."""
 PURE_VARIABLE: Final = "METATRIE_PURE"
 
@@ -52,6 +52,12 @@ class Kernel(Protocol):
     def pack_token_ids(self, batch: bytes) -> bytes | None:
         """A msgpack event batch with each array of token ids as one extension value of packed little-endian u32, and
         no other extension value; None where it must be decoded as it is."""
+        ...
+
+    def plain_batch(self, batch: bytes) -> tuple[float, int | None, list[tuple[Any, ...]]] | None:
+        """A msgpack event batch of nothing but plain blocks, as (timestamp, rank, events). An event is (hashes,
+        medium, group, parent, packed tokens, block size, kind) of a store, (hashes, medium, group) of a removal, or
+        () of a clear. None where it must be decoded the ordinary way."""
         ...
 
     def merge_writes(self, parts: Sequence[bytes]) -> bytes:

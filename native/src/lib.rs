@@ -12,10 +12,10 @@ mod writes;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList};
+use pyo3::types::{PyBytes, PyList, PyTuple};
 
 /// What `proto/native.py` expects; changes with every change of a signature.
-const INTERFACE: u32 = 7;
+const INTERFACE: u32 = 8;
 
 /// Cut the `token_ids` of a JSON object out: (packed little-endian u32, the document with `[0]` in their place), or
 /// None where the document must be decoded the ordinary way.
@@ -122,6 +122,23 @@ fn pack_token_ids<'py>(py: Python<'py>, batch: &[u8]) -> Option<Bound<'py, PyByt
     events::pack(batch).map(|packed| PyBytes::new(py, &packed))
 }
 
+/// A msgpack event batch of nothing but plain blocks: (timestamp, rank, events), each event a tuple of its fields in the
+/// order of `plain_batch` in proto/native.py; None for any other batch.
+#[pyfunction]
+fn plain_batch<'py>(py: Python<'py>, batch: &[u8]) -> PyResult<Option<Bound<'py, PyTuple>>> {
+    use events::Event::{Cleared, Removed, Stored};
+    let Some(batch) = events::plain(batch) else { return Ok(None) };
+    let events = batch.events.into_iter().map(|event| match event {
+        Stored { hashes, parent, tokens, block_size, medium, group, kind } => {
+            (hashes, medium, group, parent, PyBytes::new(py, &tokens), block_size, kind).into_pyobject(py)
+        }
+        Removed { hashes, medium, group } => (hashes, medium, group).into_pyobject(py),
+        Cleared => Ok(PyTuple::empty(py)),
+    });
+    let events = PyList::new(py, events.collect::<PyResult<Vec<_>>>()?)?;
+    Ok(Some((batch.ts, batch.rank, events).into_pyobject(py)?))
+}
+
 /// The newest state of every block in these packed writes, in the order an index wants them; see `writes`.
 #[pyfunction]
 fn merge_writes<'py>(py: Python<'py>, parts: Vec<Bound<'py, PyBytes>>) -> Bound<'py, PyBytes> {
@@ -147,6 +164,7 @@ fn metatrie_native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(extend_chain, m)?)?;
     m.add_function(wrap_pyfunction!(chain_hashes, m)?)?;
     m.add_function(wrap_pyfunction!(pack_token_ids, m)?)?;
+    m.add_function(wrap_pyfunction!(plain_batch, m)?)?;
     m.add_function(wrap_pyfunction!(merge_writes, m)?)?;
     m.add_function(wrap_pyfunction!(writes_by_page, m)?)?;
     Ok(())

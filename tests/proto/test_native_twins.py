@@ -155,7 +155,57 @@ def test_a_prefix_seen_before_gives_the_same_keys() -> None:
             assert keys == [block_key(d) for d in chain_hashes(ROOT, size, prompt[: len(keys) * size])]
 
 
+def plain_event(rng: random.Random) -> Any:
+    """Of the kind that is read whole, but for what may be odd about one field."""
+    names = [rng.choice([rng.randrange(2**64), -rng.randrange(2**63), rng.randbytes(8), 5]) for _ in range(2)]
+    fields = {
+        "block_hashes": names,
+        "parent_block_hash": rng.choice([None, 5, -5, 2**64 - 1, rng.randbytes(9)]),
+        "token_ids": [rng.choice([3, 300, 70_000]) for _ in range(8)],
+        "block_size": rng.choice([4, 4, 300, 70_000]),
+        "lora_id": None,
+        "medium": rng.choice([None, "GPU", "gpu", "CPU", "fs", "ünknown"]),
+        "lora_name": None,
+        "extra_keys": rng.choice([None, [None, None]]),
+        "group_idx": rng.choice([None, 0, 63]),
+        "kv_cache_spec_kind": rng.choice([None, "full_attention", "mamba"]),
+        "kv_cache_spec_sliding_window": None,
+    }
+    more = {"cache_salt": None, "locality": None, "new_in_the_next_version": rng.choice([None, "x", 1.5, True])}
+    if rng.random() < 0.3:
+        values = [
+            None,
+            "",
+            "LOCAL",
+            "REMOTE",
+            b"GPU",
+            0,
+            -1,
+            64,
+            2**40,
+            2.5,
+            True,
+            [],
+            [[]],
+            {"a": 1},
+            [None],
+            [7, 8],
+        ]
+        rng.choice([fields, more])[rng.choice([*fields, *more])] = rng.choice(values)
+    tag = rng.choice(["BlockStored", "BlockStored", "BlockStored", "BlockRemoved", "AllBlocksCleared"])
+    if rng.random() < 0.5:
+        items = [*{"type": tag, **fields, **more}.items()]
+        rng.shuffle(items)
+        return dict(items)
+    values = list(fields.values())
+    if tag == "BlockRemoved":
+        values = [fields["block_hashes"], fields["medium"], fields["group_idx"]]
+    return [tag, *values][: rng.choice([2, 5, 12, 13])]
+
+
 def event(rng: random.Random) -> Any:
+    if rng.random() < 0.6:
+        return plain_event(rng)
     tokens: Any = [rng.choice([rng.randrange(200), rng.randrange(2**32)]) for _ in range(16 * rng.randrange(4))]
     if rng.random() < 0.2:
         tokens = rng.choice([None, "x", b"xxxx", [1, -1], [2**40], [[1, 2]], [1.5], 5, [True], {"a": 1}, [None]])
@@ -189,7 +239,8 @@ def event(rng: random.Random) -> Any:
 @pytest.mark.parametrize("seed", range(400))
 def test_event_batches(seed: int) -> None:
     rng = random.Random(seed)
-    payload = msgspec.msgpack.encode([1.5, [event(rng) for _ in range(rng.randrange(4))], rng.choice([None, 0])])
+    ts, rank = rng.choice([1.5, 1.5, 7, 1.8e12, -1.0, 2**60]), rng.choice([None, 0, 70_000])
+    payload = msgspec.msgpack.encode([ts, [event(rng) for _ in range(rng.randrange(4))], rank])
     for _ in range(6):
         both: list[Any] = []
         for pack in (False, True):
@@ -204,6 +255,20 @@ def test_event_batches(seed: int) -> None:
                     assert all(type(token) is int for token in one.tokens)
         at = rng.randrange(len(payload))
         payload = payload[:at] + rng.randbytes(rng.randrange(3)) + payload[at + rng.randrange(3) :] or b"\x90"
+
+
+@needs_kernel
+def test_what_engines_mostly_publish_is_read_whole() -> None:
+    assert kernel is not None
+    stored = {"type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None, "token_ids": [7] * 8}
+    stored |= {"block_size": 4, "lora_id": None, "medium": "GPU", "extra_keys": [None, None], "group_idx": 0}
+    removed = {"type": "BlockRemoved", "block_hashes": [2**64 - 1], "medium": "CPU"}
+    listed = [["BlockStored", [3], 2, [7] * 4, 4, None, "GPU"], ["BlockRemoved", [b"x" * 32], "GPU"]]
+    for events in ([stored, removed], listed, [["AllBlocksCleared"], {"type": "AllBlocksCleared"}]):
+        payload = msgspec.msgpack.encode([1.5, events, 0])
+        assert kernel.plain_batch(payload) is not None
+        assert decode_batch(payload, pack_tokens=True) == decode_batch(payload)
+        assert kernel.plain_batch(payload + b"\x00") is None
 
 
 @needs_kernel
