@@ -1,11 +1,13 @@
 """What the router decided lately, and what became of it: for explaining requests after the fact.
 
-Kept of a decision are lengths, block keys, depths and the policy's terms, never token ids, prompts or salts. A key is
-a hash: it tells whether two prompts share a prefix, so only trusted callers may read this.
+Kept of a decision are lengths, block keys, its candidates and what the policy noted, never token ids, prompts or
+salts; an explanation is put together when somebody asks. A key is a hash: it tells whether two prompts share a
+prefix, so only trusted callers may read this.
 
-Bounds: the newest `capacity` decisions, and of their keys MAX_KEY_BYTES in all, the oldest going first; of a decision
-LISTED candidates, and its keys as far as one block past the deepest match. The log, if there is one, is a file of at
-most `max_log_bytes`, after which it is renamed to `NAME.1`, over the one before.
+Bounds: the newest `capacity` decisions, and of their keys MAX_KEY_BYTES and of their candidates MAX_CANDIDATES in
+all, the oldest going first; of a decision its keys as far as one block past the deepest match. Told of it are LISTED
+candidates. The log, if there is one, is a file of at most `max_log_bytes`, after which it is renamed to `NAME.1`,
+over the one before.
 """
 
 from __future__ import annotations
@@ -16,26 +18,26 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import msgspec
 
-from ..proto.api import Decided, Explanation, Holding, IndexHealth, Lookup, Served
+from ..proto.api import Decided, Holding, IndexHealth, Lookup, Served
 from ..proto.errors import ConfigError
 from ..proto.hashing import Chain, Namespace
-from .policies import Candidate
+from .policies import Candidate, Decision
 
 DEFAULT_CAPACITY: Final = 1024
 LISTED: Final = 8
-"""Candidates kept of a decision: the cheapest, the deepest, and the one chosen."""
+"""Candidates told of a decision: the cheapest, the deepest, and the one chosen."""
+MAX_CANDIDATES: Final = 1 << 18
+"""About 100 bytes each."""
 COLD_KEYS: Final = 32
 """Keys kept of a prompt nobody holds, as far as they were hashed."""
 MAX_KEY_BYTES: Final = 32 << 20
 LOG_BUFFER: Final = 64 << 10
 
-_reusable = attrgetter("reusable_tokens")
 _encode = msgspec.json.Encoder().encode
 _logger = logging.getLogger("metatrie.router")
 
@@ -70,12 +72,8 @@ class _Kept(msgspec.Struct, kw_only=True, gc=False):
     prompt_tokens: int
     looked: list[tuple[Namespace, int, bytes]]
     """Namespace, blocks of the prompt, keys end to end."""
-    candidates: int
-    best: list[Candidate]
-    chosen: Candidate
     policy: str
-    reason: str
-    explanation: Explanation | None
+    decision: Decision
     index: IndexHealth
     reservation: str
     served_tokens: int | None = None
@@ -85,7 +83,7 @@ class _Kept(msgspec.Struct, kw_only=True, gc=False):
         return sum(len(keys) for _, _, keys in self.looked)
 
     def told(self) -> Decided:
-        chosen = self.chosen
+        decision, chosen = self.decision, self.decision.candidate
         return Decided(
             id=self.id,
             at=self.at,
@@ -93,14 +91,14 @@ class _Kept(msgspec.Struct, kw_only=True, gc=False):
             prompt_tokens=self.prompt_tokens,
             lookups=[_lookup(*looked) for looked in self.looked],
             index=self.index,
-            candidates=self.candidates,
-            holdings=holdings(self.best, chosen),
+            candidates=len(decision.candidates),
+            holdings=holdings(decision.candidates, chosen),
             policy=self.policy,
-            reason=self.reason,
+            reason=decision.reason,
             replica=str(chosen.ref),
             matched_blocks=chosen.matched_blocks,
             reusable_tokens=chosen.reusable_tokens,
-            explanation=self.explanation,
+            explanation=decision.explain(LISTED),
             served_tokens=self.served_tokens,
         )
 
@@ -124,12 +122,8 @@ class Decisions:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._by_reservation: dict[str, _Kept] = {}
         self._key_bytes = 0
+        self._candidates = 0
         self._log = None if log is None else _Log(log, max_log_bytes)
-
-    @property
-    def wanted(self) -> int:
-        """Candidates a policy should explain for the record; 0: none."""
-        return LISTED if self._capacity else 0
 
     def add(
         self,
@@ -137,16 +131,13 @@ class Decisions:
         model: str,
         prompt_tokens: int,
         looked: Sequence[Looked],
-        candidates: Sequence[Candidate],
-        chosen: Candidate,
         policy: str,
-        reason: str,
-        explanation: Explanation | None,
+        decision: Decision,
         index: IndexHealth,
         reservation: str,
     ) -> str | None:
         """Remember a decision; returns its id, or None if none are wanted."""
-        if not self.wanted:
+        if not self._capacity:
             return None
         kept = _Kept(
             id=secrets.token_hex(8),
@@ -154,12 +145,8 @@ class Decisions:
             model=model,
             prompt_tokens=prompt_tokens,
             looked=[(one.namespace, one.chain.blocks, one.keys()) for one in looked],
-            candidates=len(candidates),
-            best=heapq.nlargest(LISTED, candidates, key=_reusable),
-            chosen=chosen,
             policy=policy,
-            reason=reason,
-            explanation=explanation,
+            decision=decision,
             index=index,
             reservation=reservation,
         )
@@ -167,9 +154,15 @@ class Decisions:
             self._log.write(kept.told())
         self._kept[kept.id] = self._by_reservation[reservation] = kept
         self._key_bytes += kept.key_bytes
-        while len(self._kept) > self._capacity or self._key_bytes > MAX_KEY_BYTES:
+        self._candidates += len(decision.candidates)
+        while (
+            len(self._kept) > self._capacity
+            or self._key_bytes > MAX_KEY_BYTES
+            or self._candidates > max(MAX_CANDIDATES, len(decision.candidates))
+        ):
             _, oldest = self._kept.popitem(last=False)
             self._key_bytes -= oldest.key_bytes
+            self._candidates -= len(oldest.decision.candidates)
             self._by_reservation.pop(oldest.reservation, None)
         return kept.id
 
@@ -195,7 +188,7 @@ class Decisions:
                 break
             if model is not None and kept.model != model:
                 continue
-            ref = kept.chosen.ref
+            ref = kept.decision.candidate.ref
             if replica is None or replica in (ref.replica, str(ref)):
                 found.append(kept.told())
         return found
@@ -216,7 +209,7 @@ class Decisions:
 def holdings(candidates: Sequence[Candidate], chosen: Candidate) -> list[Holding]:
     """The candidates that need compute least of the prompt, best first, and the chosen one."""
     best = heapq.nsmallest(LISTED, candidates, key=lambda c: (-c.reusable_tokens, -c.matched_blocks, c.ref))
-    if all(candidate is not chosen for candidate in best):
+    if all(candidate.ref != chosen.ref for candidate in best):
         best[LISTED - 1 :] = [chosen]
     return [
         Holding(

@@ -16,13 +16,15 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
-from typing import ClassVar, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Sequence
+from typing import ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
 from ..proto.index import ReplicaRef
 from .policies import TYPICAL_SPEED, Speed
+
+T = TypeVar("T")
 
 DEFAULT_TTL_S = 600.0
 DEFAULT_CAPACITY = 100_000
@@ -58,6 +60,48 @@ class Pending(msgspec.Struct, gc=False):
         self.tokens += tokens
 
 
+NOTHING_PENDING = Pending()
+
+
+class PerReplica(Generic[T]):
+    """Values by replica, at hand in the order of the fleet that was asked about last: for decisions, which are about
+    the same fleet again and again while few values change. Bounds are its user's."""
+
+    def __init__(self, default: T) -> None:
+        self._default = default
+        self._values: dict[ReplicaRef, T] = {}
+        self._refs: Sequence[ReplicaRef] = ()
+        self._at: dict[ReplicaRef, int] = {}
+        self._row: list[T] = []
+
+    def __getitem__(self, ref: ReplicaRef) -> T:
+        return self._values.get(ref, self._default)
+
+    def __setitem__(self, ref: ReplicaRef, value: T) -> None:
+        self._values[ref] = value
+        at = self._at.get(ref)
+        if at is not None:
+            self._row[at] = value
+
+    def __contains__(self, ref: ReplicaRef) -> bool:
+        return ref in self._values
+
+    def drop(self, ref: ReplicaRef) -> None:
+        """Back to the default."""
+        if self._values.pop(ref, None) is not None and ref in self._at:
+            self._row[self._at[ref]] = self._default
+
+    def of(self, refs: Sequence[ReplicaRef]) -> list[T]:
+        """One of each, in this order. Cheap for the very sequence asked about before, if nobody changed it."""
+        if len(refs) == 1:  # no fleet worth remembering
+            return [self[refs[0]]]
+        if refs is not self._refs:
+            self._row = [self[ref] for ref in refs]
+            self._at = {ref: at for at, ref in enumerate(refs)}
+            self._refs = refs
+        return self._row.copy()
+
+
 class Reservations(Protocol):
     """Where routers account for what they have outstanding.
 
@@ -90,8 +134,8 @@ class Reservations(Protocol):
         last one."""
         ...
 
-    def pending(self) -> Mapping[ReplicaRef, Pending]:
-        """Totals of every replica that has any, now. A live view: read it before the next await."""
+    def totals(self, refs: Sequence[ReplicaRef]) -> Sequence[Pending]:
+        """What is reserved on each, now. Live: read them before the next await."""
         ...
 
     def counts(self) -> ReservationCounts: ...
@@ -131,7 +175,7 @@ class LocalReservations:
         self._clock = clock
         self._held: OrderedDict[str, Reservation] = OrderedDict()
         """Oldest first; replacing a value keeps its place. Unlike a dict, it finds its first entry in O(1)."""
-        self._pending: dict[ReplicaRef, Pending] = {}
+        self._pending = PerReplica(NOTHING_PENDING)
         self._expired = 0
         self._dropped = 0
 
@@ -155,10 +199,9 @@ class LocalReservations:
             expires_at=self._clock() + self._ttl_s,
         )
         self._held[reservation.id] = reservation
-        pending = self._pending.get(ref)
-        if pending is None:
-            pending = self._pending[ref] = Pending()
-        pending.change(1, 1, uncached_tokens)
+        if ref not in self._pending:
+            self._pending[ref] = Pending()
+        self._pending[ref].change(1, 1, uncached_tokens)
         return reservation
 
     async def end_prefill(self, reservation: str) -> Reservation | None:
@@ -179,9 +222,9 @@ class LocalReservations:
     async def refresh(self) -> None:
         return None
 
-    def pending(self) -> Mapping[ReplicaRef, Pending]:
+    def totals(self, refs: Sequence[ReplicaRef]) -> Sequence[Pending]:
         self._expire()
-        return self._pending
+        return self._pending.of(refs)
 
     def counts(self) -> ReservationCounts:
         self._expire()
@@ -201,7 +244,7 @@ class LocalReservations:
         pending = self._pending[held.ref]
         pending.change(-1, -int(held.prefilling), -held.uncached_tokens)
         if not pending.requests:
-            del self._pending[held.ref]
+            self._pending.drop(held.ref)
 
 
 # What work costs
@@ -249,18 +292,21 @@ class Learned:
         self._capacity = capacity
         self._routed: OrderedDict[str, _Routed] = OrderedDict()
         self._figures: dict[ReplicaRef, _Figures] = {}
-        self._speeds: dict[ReplicaRef, Speed] = {}
+        self._speeds = PerReplica(declared)
         self.output_tokens = TYPICAL_OUTPUT_TOKENS
         """Mean of what was served lately."""
 
     def speed(self, ref: ReplicaRef) -> Speed:
-        return self._speeds.get(ref, self._declared)
+        return self._speeds[ref]
+
+    def speeds(self, refs: Sequence[ReplicaRef]) -> Sequence[Speed]:
+        return self._speeds.of(refs)
 
     def keep(self, refs: Collection[ReplicaRef]) -> None:
         """Forget replicas that are gone."""
         for ref in self._figures.keys() - set(refs):
             del self._figures[ref]
-            self._speeds.pop(ref, None)
+            self._speeds.drop(ref)
 
     def routed(self, request: str, ref: ReplicaRef, *, tokens: int, decoding: int, now: float) -> None:
         """tokens: uncached ones reserved on the replica, this request's included; decoding: sequences there."""

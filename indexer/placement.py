@@ -23,6 +23,8 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from itertools import repeat
+from operator import contains
 
 import msgspec
 
@@ -37,6 +39,10 @@ MARGIN_S = 1.0
 LAGS = 4.0
 """The lag is as of the consumer's last renewal, and may have grown."""
 DEFAULT_CAPACITY = 4_000_000
+
+
+_NOTHING: Counter[BlockKey] = Counter()
+_END = BlockKey(b"")
 
 
 class _Sent(msgspec.Struct, gc=False):
@@ -63,31 +69,22 @@ class Placements:
         """Those whose prefill is over: a heap, soonest expiry first."""
         self._counted: dict[Incarnation, Counter[BlockKey]] = {}
 
-    def depth(self, incarnation: Incarnation, keys: Sequence[BlockKey], matched: int) -> int:
-        """Leading blocks of this prompt it holds or was sent: at least `matched`, which the index knows. Mutates
-        nothing, so call `expire` first."""
-        counted = self._counted.get(incarnation)
-        if counted is None or matched >= len(keys) or keys[matched] not in counted:
-            return matched
-        step, low, high = 1, matched, len(keys)
-        """`low` is counted, `high` is not or is the end."""
-        while low + step < high:
-            if keys[low + step] in counted:
-                low += step
-                step *= 2
-            else:
-                high = low + step
-        while high - low > 1:
-            middle = (low + high) // 2
-            if keys[middle] in counted:
-                low = middle
-            else:
-                high = middle
-        return high
+    def __bool__(self) -> bool:
+        """Anything counts."""
+        return bool(self._counted)
 
-    def knows(self, incarnation: Incarnation) -> bool:
-        """Anything counts for it."""
-        return incarnation in self._counted
+    def deepen(self, incarnations: Sequence[Incarnation], keys: Sequence[BlockKey], held: list[int]) -> None:
+        """Raise each incarnation's leading blocks of this prompt from what the index knows, `held`, to what it holds
+        or was sent. Call `expire` first."""
+        # Few of many go deeper. Those are found by one probe each, without a loop of our own.
+        counted = self._counted
+        probed = keys if max(held, default=0) < len(keys) else [*keys, _END]
+        counters = map(counted.get, incarnations, repeat(_NOTHING))
+        deeper = list(map(contains, counters, map(probed.__getitem__, held)))
+        if True in deeper:
+            for i, incarnation in enumerate(incarnations):
+                if deeper[i]:
+                    held[i] = _run(counted[incarnation], keys, held[i])
 
     def sent(
         self,
@@ -150,3 +147,22 @@ class Placements:
                 del counted[key]
         if not counted:
             del self._counted[sent.incarnation]
+
+
+def _run(counted: Counter[BlockKey], keys: Sequence[BlockKey], low: int) -> int:
+    """Where the run of counted blocks that block `low` begins ends."""
+    step, high = 1, len(keys)
+    # `low` is counted, `high` is not or is the end.
+    while low + step < high:
+        if keys[low + step] in counted:
+            low += step
+            step *= 2
+        else:
+            high = low + step
+    while high - low > 1:
+        middle = (low + high) // 2
+        if keys[middle] in counted:
+            low = middle
+        else:
+            high = middle
+    return high

@@ -75,6 +75,7 @@ from ..proto.soon import Soon
 from .decisions import DEFAULT_CAPACITY as DEFAULT_DECISIONS
 from .decisions import Decisions, Looked, holdings
 from .feedback import OUTCOMES, ConsumerWitness, Feedbacks, Prediction, Witness
+from .lineup import Lineup
 from .load import (
     DEFAULT_CAPACITY,
     DEFAULT_TTL_S,
@@ -86,7 +87,7 @@ from .load import (
 )
 from .models import ModelConfig, Models, Target
 from .placement import Placements
-from .policies import DEFAULT_POLICY, MAX_EXPLAINED, NO_CHAIN, Candidate, Policy, RoutingRequest, make_policy
+from .policies import DEFAULT_POLICY, NO_CHAIN, Candidate, Candidates, Policy, RoutingRequest, make_policy
 from .tenants import TRUSTED, Caller, SaltOf
 from .text import TextTokenize
 from .tokenize import DEFAULT_TIMEOUT_S, EngineTokenize, Tokenize, Tokens
@@ -178,7 +179,8 @@ class _Space:
 
     __slots__ = (
         *("backlog", "block_size", "down", "fleet", "id", "index", "lookahead", "quick", "remembered"),
-        *("remembered_at", "root", "_roster", "_roster_of", "_standings", "_standings_of", "_views", "_views_of"),
+        *("remembered_at", "root", "_lineup", "_lineup_of", "_roster", "_roster_of"),
+        *("_standings", "_standings_of", "_views", "_views_of"),
     )
 
     def __init__(self, index: Index) -> None:
@@ -202,6 +204,8 @@ class _Space:
         self._standings_of: Fleet | None = None
         self._roster: _Roster = _Roster(())
         self._roster_of: Fleet | None = None
+        self._lineup: Lineup | None = None
+        self._lineup_of: Fleet | None = None
 
     def saw(self, fleet: Fleet, now: float) -> None:
         self.fleet = fleet
@@ -226,6 +230,12 @@ class _Space:
         if self._roster_of is not fleet:
             self._roster, self._roster_of = _Roster(self.standings(fleet)), fleet
         return self._roster
+
+    def lineup(self, fleet: Fleet) -> Lineup:
+        """The fleet's candidates, computed once per fleet."""
+        if self._lineup is None or self._lineup_of is not fleet:
+            self._lineup, self._lineup_of = Lineup(fleet.replicas, self.block_size), fleet
+        return self._lineup
 
 
 _Standing = tuple[ReplicaView, State, str]
@@ -566,32 +576,27 @@ class Router:
         policy = self._policy(request)
         candidates = self._candidates(answer)
         if admit is not None:
-            candidates = [candidate for candidate in candidates if admit(candidate)]
-            if not candidates:
+            admitted = [candidate for candidate in candidates if admit(candidate)]
+            if not admitted:
                 raise NoReplica("no replica of this model can take the request now", remedy="retry later")
-        decision = policy.choose(
-            candidates,
-            self._routing(request, answer),
-            explain=request.explain or self.decisions.wanted > 0,
-            listed=MAX_EXPLAINED if request.explain else self.decisions.wanted,
-        )
+            if len(admitted) < len(candidates):
+                candidates = Candidates.of(admitted)
+        decision = policy.choose(candidates, self._routing(request, answer))
         chosen = decision.candidate
         reservation = await self._reservations.add(
             chosen.ref,
             predicted_tokens=chosen.reusable_tokens,
             uncached_tokens=answer.prompt_tokens - chosen.reusable_tokens,
         )
-        self._expect(reservation.id, answer, chosen)
-        self._feedbacks.expect(reservation.id, _prediction(answer, candidates, chosen))
+        holder = _holder(answer, chosen.ref)
+        self._expect(reservation.id, holder, chosen)
+        self._feedbacks.expect(reservation.id, _prediction(answer, holder, candidates, chosen))
         decided = self.decisions.add(
             model=request.model,
             prompt_tokens=answer.prompt_tokens,
             looked=answer.looked(),
-            candidates=candidates,
-            chosen=chosen,
             policy=policy.name,
-            reason=decision.reason,
-            explanation=decision.explanation,
+            decision=decision,
             index=answer.index,
             reservation=reservation.id,
         )
@@ -614,7 +619,7 @@ class Router:
             policy=policy.name,
             reason=decision.reason,
             reservation=reservation.id,
-            explanation=decision.explanation if request.explain else None,
+            explanation=decision.explain() if request.explain else None,
             decision=decided,
         )
 
@@ -630,7 +635,7 @@ class Router:
         asked = msgspec.structs.replace(request, token_ids=tokens, prompt=None, messages=None)
         answer = await self._look_up(asked, caller)
         policy, candidates = self._policy(request), self._candidates(answer)
-        decision = policy.choose(candidates, self._routing(asked, answer), explain=True, dry=True)
+        decision = policy.choose(candidates, self._routing(asked, answer), dry=True)
         chosen = decision.candidate
         rows = []
         for found, view in answer.views():
@@ -667,7 +672,7 @@ class Router:
                 replica=str(chosen.ref),
                 matched_blocks=chosen.matched_blocks,
                 reusable_tokens=chosen.reusable_tokens,
-                explanation=decision.explanation,
+                explanation=decision.explain(),
             ),
             replicas=rows[:MAX_LISTED],
             token_ids=list(tokens),  # they may have come packed
@@ -777,11 +782,11 @@ class Router:
                 await self._discover_if_possible()
             spaces = list(self._spaces.values())
         await asyncio.gather(self._read_fleets(spaces), self._reservations.refresh())
-        pending = self._reservations.pending()
+        views = [(space, view) for space in spaces for view in (space.fleet.replicas if space.fleet else ())]
+        totals = self._reservations.totals([view.spec.ref for _, view in views])
         infos = [
-            _info(space, view, pending.get(view.spec.ref), _doubted(view, self._feedbacks.doubts))
-            for space in spaces
-            for view in (space.fleet.replicas if space.fleet else ())
+            _info(space, view, reserved, _doubted(view, self._feedbacks.doubts))
+            for (space, view), reserved in zip(views, totals, strict=True)
         ]
         infos.sort(key=lambda info: (info.model, info.replica, info.dp_rank))
         return ReplicaList(
@@ -972,23 +977,20 @@ class Router:
             expected_output_tokens=self._learned.output_tokens,
         )
 
-    def _expect(self, reservation: str, answer: _Answer, chosen: Candidate) -> None:
+    def _expect(self, reservation: str, holder: _Holder | None, chosen: Candidate) -> None:
         """A request is on its way: what it will put into a cache, and what it will teach."""
         now = self._clock()
         ref = chosen.ref
-        reserved = self._reservations.pending().get(ref, _NOTHING)
+        (reserved,) = self._reservations.totals((ref,))
         self._learned.routed(
             reservation, ref, tokens=reserved.tokens, decoding=reserved.requests - reserved.prefills, now=now
         )
-        for found, view in answer.views():
-            if view.spec.ref == ref:
-                if found.chain is not None and view.incarnation is not None:
-                    keys = found.chain.keys(found.chain.blocks)
-                    lag_s = view.status.lag_s if found.state(view) == "exact" else None
-                    self._placements.sent(
-                        reservation, view.incarnation, keys, chosen.matched_blocks, now, lag_s=lag_s
-                    )
-                return
+        if holder is not None:
+            found, incarnation, view = holder
+            if found.chain is not None:
+                keys = found.chain.keys(found.chain.blocks)
+                lag_s = view.status.lag_s if found.state(view) == "exact" else None
+                self._placements.sent(reservation, incarnation, keys, chosen.matched_blocks, now, lag_s=lag_s)
 
     def _policy(self, request: RouteRequest) -> Policy:
         """One instance per known model and policy, since some remember."""
@@ -1000,9 +1002,22 @@ class Router:
             self._policies[key] = policy
         return policy
 
-    def _candidates(self, answer: _Answer) -> list[Candidate]:
+    def _candidates(self, answer: _Answer) -> Candidates:
         """Whom a policy may choose from: the live; without any, those that were live when last seen; else all; and
         where the registry was emptied a short while ago, whom it had before. Raises NoReplica."""
+        self._placements.expire(self._clock())
+        only = answer.found[0]
+        if len(answer.found) == 1 and answer.names is None and only.blind is None and not only.doubts:
+            lineup = only.space.lineup(only.fleet)
+            if lineup:
+                return lineup.candidates(
+                    only.depths,
+                    only.chain,
+                    answer.prompt_tokens,
+                    placements=self._placements,
+                    reservations=self._reservations,
+                    learned=self._learned,
+                )
         candidates = self._best_known(answer)
         if not candidates:
             oldest = self._clock() - REMEMBER_S
@@ -1015,36 +1030,30 @@ class Router:
                 field=None if answer.names is None else "replicas",
                 remedy="see GET /v1/replicas for what is registered",
             )
-        return candidates
+        return Candidates.of(candidates)
 
     def _best_known(self, answer: _Answer) -> list[Candidate]:
-        pending = self._reservations.pending()
-        placements = self._placements
-        placements.expire(self._clock())
         live: list[Candidate] = []
         lately: list[Candidate] = []
         rest: list[Candidate] = []
-        speed = self._learned.speed
         for found, standings in answer.standings():
             depths, chain, size = found.depths, found.chain, found.space.block_size
-            most = max(0, answer.prompt_tokens - 1) // size
-            for view, state, cause in standings:
+            totals = self._reservations.totals([view.spec.ref for view, _, _ in standings])
+            for (view, state, cause), reserved in zip(standings, totals, strict=True):
                 spec, incarnation = view.spec, view.incarnation
-                ref = spec.ref
                 if spec.role == "decode":
                     continue  # gets its prompts from a prefill replica, not from here
-                depth, blocks = _NO_DEPTH, 0
+                depth, held = _NO_DEPTH, [0]
                 if state != "stale" and incarnation is not None:  # what is stale holds nothing, nor will
                     depth = depths.get(incarnation, _NO_DEPTH)
-                    blocks = depth.blocks
-                    if chain is not None and placements.knows(incarnation):
-                        blocks = placements.depth(incarnation, chain.keys(chain.blocks), blocks)
-                reserved = pending.get(ref, _NOTHING)
+                    held = [depth.blocks]
+                    if chain is not None and self._placements:
+                        self._placements.deepen([incarnation], chain.keys(chain.blocks), held)
                 candidate = Candidate(
-                    ref=ref,
+                    ref=spec.ref,
                     url=spec.url,
                     matched_blocks=depth.blocks,
-                    reusable_tokens=min(blocks, most) * size,
+                    reusable_tokens=answer.reusable(found, held[0]),
                     tiers=depth.tiers,
                     block_size=size,
                     state=state,
@@ -1053,7 +1062,7 @@ class Router:
                     reserved_prefills=reserved.prefills,
                     reserved_tokens=reserved.tokens,
                     load=view.status.load,
-                    speed=speed(ref),
+                    speed=self._learned.speed(spec.ref),
                 )
                 (live if state != "stale" else lately if view.state != "stale" else rest).append(candidate)
         return live or lately or rest
@@ -1133,7 +1142,6 @@ class Router:
 
 _NO_DEPTH = Depth(0, (0, 0, 0))
 _NO_TIERS = TierBlocks(0, 0, 0)
-_NOTHING = Pending()
 
 
 def _reservations_of(store: Store, config: RouterConfig) -> Reservations:
@@ -1204,17 +1212,27 @@ def _deepest_first(row: tuple[int, ReplicaRef, _Found, ReplicaView, Depth]) -> t
     return row[0], row[1]
 
 
-def _prediction(answer: _Answer, candidates: Sequence[Candidate], chosen: Candidate) -> Prediction:
+_Holder = tuple[_Found, Incarnation, ReplicaView]
+"""A replica that may hold something, where it was found."""
+
+
+def _holder(answer: _Answer, ref: ReplicaRef) -> _Holder | None:
+    for found, view in answer.views():
+        if view.spec.ref == ref:
+            return None if view.incarnation is None else (found, view.incarnation, view)
+    return None
+
+
+def _prediction(answer: _Answer, holder: _Holder | None, candidates: Candidates, chosen: Candidate) -> Prediction:
     """What feedback will be compared with."""
     size = chosen.block_size
     index, incarnation, spec, keys = answer.found[0].space.index, None, None, b""
-    for found in answer.found:
-        for holder, depth in found.depths.items():
-            view = found.live.get(holder)
-            if view is not None and view.spec.ref == chosen.ref and found.chain is not None:
-                blocks = min(chosen.reusable_tokens // size, depth.blocks)
-                index, incarnation, spec = found.space.index, holder, view.spec
-                keys = b"".join(found.chain.keys(blocks)[:blocks])
+    if holder is not None and holder[1] in holder[0].depths and holder[0].chain is not None:
+        found, incarnation, view = holder
+        assert found.chain is not None
+        blocks = min(chosen.reusable_tokens // size, found.depths[incarnation].blocks)
+        index, spec = found.space.index, view.spec
+        keys = b"".join(found.chain.keys(blocks)[:blocks])
     return Prediction(
         index=index,
         incarnation=incarnation,
@@ -1226,7 +1244,7 @@ def _prediction(answer: _Answer, candidates: Sequence[Candidate], chosen: Candid
         whole=answer.note is None,
         predicted_tokens=chosen.reusable_tokens,
         indexed_tokens=len(keys) // KEY_BYTES * size,
-        diverted_tokens=max(c.reusable_tokens for c in candidates) - chosen.reusable_tokens,
+        diverted_tokens=max(candidates.reusable) - chosen.reusable_tokens,
     )
 
 
@@ -1258,9 +1276,9 @@ def _salt(secret: bytes, tenant: str) -> str:
     return hmac.new(secret, tenant.encode(), "sha256").hexdigest()
 
 
-def _info(space: _Space, view: ReplicaView, pending: Pending | None, doubt: str | None) -> ReplicaInfo:
+def _info(space: _Space, view: ReplicaView, reserved: Pending, doubt: str | None) -> ReplicaInfo:
     spec, status, namespace = view.spec, view.status, space.index.namespace
-    load, reserved = status.load, pending or _NOTHING
+    load = status.load
     return ReplicaInfo(
         replica=spec.ref.replica,
         dp_rank=spec.ref.dp_rank,

@@ -24,8 +24,9 @@ import secrets
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, ClassVar
 
@@ -33,7 +34,15 @@ import msgspec
 
 from ..proto.errors import StoreError
 from ..proto.index import ReplicaRef
-from .load import DEFAULT_CAPACITY, DEFAULT_TTL_S, Pending, Reservation, ReservationCounts
+from .load import (
+    DEFAULT_CAPACITY,
+    DEFAULT_TTL_S,
+    NOTHING_PENDING,
+    Pending,
+    PerReplica,
+    Reservation,
+    ReservationCounts,
+)
 from .redis_link import Command, RedisLink, script
 
 LEASE_S = 5.0
@@ -58,6 +67,7 @@ def _load_key(router: str) -> bytes:
     return b"mt:l:" + router.encode()
 
 
+@lru_cache(MAX_NAMES)
 def _name(ref: ReplicaRef) -> bytes:
     return blake2b(f"{ref.replica}\0{ref.dp_rank}".encode(), digest_size=8).digest()
 
@@ -88,6 +98,8 @@ class SharedReservations:
         self._ours: dict[ReplicaRef, Pending] = {}
         self._others: dict[bytes, tuple[int, int, int]] = {}
         """Totals of the other routers, by replica name."""
+        self._totals = PerReplica(NOTHING_PENDING)
+        """Ours and others', of every replica remembered."""
         self._routers: list[str] = []
         self._changes = 0
         """Of ours, sent or done."""
@@ -168,7 +180,8 @@ class SharedReservations:
             expires_at=self._clock() + self._ttl_s,
         )
         name = _name(ref)
-        self._remember(name, ref)
+        if name not in self._names:
+            self._remember(ref)
         self._held[reservation.id] = reservation
         self._change(ref, 1, 1, uncached_tokens)
         lease_ms = int(self._lease_s * 1000)
@@ -201,6 +214,7 @@ class SharedReservations:
         pending.change(requests, prefills, tokens)
         if pending.requests <= 0:
             del self._ours[ref]
+        self._add_up(ref)
 
     async def _send(self, command: Command) -> None:
         """A change of ours, known locally already."""
@@ -241,10 +255,20 @@ class SharedReservations:
             expires_at=0.0,
         )
 
-    def _remember(self, name: bytes, ref: ReplicaRef) -> None:
-        self._names[name] = ref
+    def _remember(self, ref: ReplicaRef) -> None:
+        """From now on others' part is in its total."""
+        self._names[_name(ref)] = ref
         if len(self._names) > MAX_NAMES:
-            self._names.popitem(last=False)
+            self._totals.drop(self._names.popitem(last=False)[1])
+        self._add_up(ref)
+
+    def _add_up(self, ref: ReplicaRef) -> None:
+        """Its total anew."""
+        requests, prefills, tokens = self._others.get(_name(ref), (0, 0, 0))
+        total = self._totals[ref] = Pending(requests, tokens, prefills)
+        ours = self._ours.get(ref)
+        if ours is not None:
+            total.change(ours.requests, ours.prefills, ours.tokens)
 
     # The view
 
@@ -279,7 +303,7 @@ class SharedReservations:
                         others[name] = before[0] + requests, before[1] + prefills, before[2] + tokens
                 else:
                     dead.append(router)
-            self._others = others
+            self._see(others)
             known = set(self._routers)
             found = sorted(name.decode() for name in names)
             self._routers = [name for name in found if name != self._router][:MAX_ROUTERS]
@@ -288,22 +312,37 @@ class SharedReservations:
                 await self._link.run([(_ROUTERS_SCRIPT, _ROUTERS, "", *dead)])
         except StoreError:
             self._away = True
-            self._others = {}  # without news, others' load is as likely over as not
+            self._see({})  # without news, others' load is as likely over as not
         finally:
             self._refreshing = None
 
+    def _see(self, others: dict[bytes, tuple[int, int, int]]) -> None:
+        """What the other routers have outstanding."""
+        before, self._others = self._others, others
+        for name in before.keys() | others.keys():
+            ref = self._names.get(name)
+            if ref is not None and before.get(name) != others.get(name):
+                self._add_up(ref)
+
     def _correct(self, totals: bytes) -> None:
         """What Redis says of ours."""
+        before = self._ours
         self._ours = {
             self._names[name]: Pending(requests, tokens, prefills)
             for name, requests, prefills, tokens in _TOTAL.iter_unpack(totals)
             if name in self._names
         }
+        for ref in before.keys() | self._ours.keys():
+            self._add_up(ref)
 
-    def pending(self) -> Mapping[ReplicaRef, Pending]:
-        if not self._others:
-            return self._ours
-        return _Sum(self._ours, self._others)
+    def totals(self, refs: Sequence[ReplicaRef]) -> Sequence[Pending]:
+        totals = self._totals.of(refs)
+        if any(total is NOTHING_PENDING for total in totals):
+            for ref in refs:
+                if ref not in self._totals:
+                    self._remember(ref)
+            totals = self._totals.of(refs)
+        return totals
 
     def counts(self) -> ReservationCounts:
         return ReservationCounts(
@@ -313,28 +352,3 @@ class SharedReservations:
 
 _UNKNOWN = ReplicaRef("unknown")
 """Of a reservation another router made, where this one never chose that replica."""
-
-
-class _Sum(Mapping[ReplicaRef, Pending]):
-    """Ours and others', added up when asked: others' totals go by a replica's name, which cannot be turned back."""
-
-    def __init__(self, ours: dict[ReplicaRef, Pending], others: dict[bytes, tuple[int, int, int]]) -> None:
-        self._ours = ours
-        self._others = others
-
-    def __getitem__(self, ref: ReplicaRef) -> Pending:
-        ours, theirs = self._ours.get(ref), self._others.get(_name(ref))
-        if theirs is None:
-            if ours is None:
-                raise KeyError(ref)
-            return ours
-        total = Pending(theirs[0], theirs[2], theirs[1])
-        if ours is not None:
-            total.change(ours.requests, ours.prefills, ours.tokens)
-        return total
-
-    def __iter__(self) -> Any:
-        return iter(self._ours)
-
-    def __len__(self) -> int:
-        return len(self._ours)

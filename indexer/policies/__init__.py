@@ -8,7 +8,18 @@ from collections.abc import Mapping
 import msgspec
 
 from ...proto.errors import InvalidField
-from .base import MAX_EXPLAINED, NO_CHAIN, TYPICAL_SPEED, Candidate, Decision, Policy, RoutingRequest, Speed
+from .base import (
+    MAX_EXPLAINED,
+    NO_CHAIN,
+    TYPICAL_SPEED,
+    Candidate,
+    Candidates,
+    Decision,
+    Policy,
+    Roster,
+    RoutingRequest,
+    Speed,
+)
 from .peers import (
     ApproximateScore,
     BlockCost,
@@ -28,8 +39,10 @@ __all__ = [
     "POLICIES",
     "TYPICAL_SPEED",
     "Candidate",
+    "Candidates",
     "Decision",
     "Policy",
+    "Roster",
     "RoutingRequest",
     "Speed",
     "make_policy",

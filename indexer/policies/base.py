@@ -6,6 +6,10 @@ the same code. Nearly every policy in the field is "the cheapest admissible cand
 that gives each candidate a cost and may rule candidates out. The base class does the rest once, for all of them: the
 cheapest wins, ties go to the least pending work, then to chance, and every decision can be explained.
 
+Candidates come in columns (`Candidates`): a decision among 64 replicas makes no object per replica. What seldom
+changes is a `Roster`, which callers keep for as long as the fleet stays the same. Terms are put together when
+somebody asks for an explanation, from the columns and from what the policy noted at the time (`evidence`).
+
 To add a policy: subclass `Policy`, document formula, source and defaults, give it a `name`, a `formula`, `Parameters`
 and `costs` (and `admissible`), name what they look at in `terms`, and list it in the package's `POLICIES`. Everything
 else (the HTTP field, the configuration, validation, metrics, explanations, the simulator) follows from the list.
@@ -15,18 +19,19 @@ Units: tokens are prompt tokens, times are seconds, work is counted in requests 
 
 from __future__ import annotations
 
-import heapq
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import compress
-from typing import ClassVar
+from operator import attrgetter
+from typing import Any, ClassVar, Self, overload
 
 import msgspec
 
 from ...proto.api import ExplainedCandidate, Explanation
 from ...proto.hashing import Chain, none_hash
-from ...proto.index import Load, ReplicaRef, State
+from ...proto.index import Depth, Load, ReplicaRef, State
 
 MAX_EXPLAINED = 64
 """Candidates an explanation lists."""
@@ -34,7 +39,7 @@ NO_CHAIN = Chain(none_hash(""), 1, ())
 """Of a prompt whose blocks are not known."""
 
 
-class Speed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Speed(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What work costs on one replica: declared, or learned from what it served (indexer/load.py).
 
     One engine step computes up to `chunk_tokens` prompt tokens and one token of each sequence that decodes. It takes
@@ -51,6 +56,14 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The same from storage."""
     transfer_tokens_per_s: float = 0.0
     """Fetching KV another replica holds; 0: this deployment cannot."""
+
+    @cached_property
+    def seconds(self) -> tuple[float, float, float, float]:
+        """Of a prompt token: computed alone, in a chunk's step, and what each decoding sequence adds to the latter;
+        of a decoding sequence in a step."""
+        token_s = 1.0 / self.prefill_tokens_per_s
+        chunk = self.chunk_tokens
+        return token_s, token_s + self.step_s / chunk, self.sequence_step_s / chunk, self.sequence_step_s
 
 
 TYPICAL_SPEED = Speed()
@@ -92,6 +105,130 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.reserved_requests - self.reserved_prefills
 
 
+class Roster:
+    """What seldom changes about candidates, in columns. Nothing in it may be changed."""
+
+    __slots__ = ("block_sizes", "causes", "loads", "refs", "reported", "states", "urls")
+
+    def __init__(
+        self,
+        refs: Sequence[ReplicaRef],
+        *,
+        block_sizes: Sequence[int],
+        states: Sequence[State] | None = None,
+        causes: Sequence[str] | None = None,
+        urls: Sequence[str | None] | None = None,
+        loads: Sequence[Load | None] | None = None,
+    ) -> None:
+        """refs: each once. Everything has one entry per ref; the defaults are those of Candidate."""
+        self.refs = refs
+        self.block_sizes = block_sizes
+        self.states: Sequence[State] = states or ["exact"] * len(refs)
+        self.causes: Sequence[str] = causes or [""] * len(refs)
+        self.urls: Sequence[str | None] = urls or [None] * len(refs)
+        self.loads: Sequence[Load | None] = loads or [None] * len(refs)
+        self.reported: Sequence[int] | None = None
+        """Requests each engine said it had; None: none of them said anything."""
+        if loads is not None:
+            self.reported = [0 if load is None else load.running + load.waiting for load in loads]
+
+
+class Candidates(Sequence[Candidate]):
+    """The replicas a request may go to, in columns policies compute with; an item is put together when asked for.
+
+    Attributes are as those of Candidate, in the same order as `roster.refs`. Nothing in it may be changed.
+    """
+
+    __slots__ = ("depths", "pending", "prefills", "requests", "reusable", "roster", "slower", "speeds", "tokens")
+
+    def __init__(
+        self,
+        roster: Roster,
+        *,
+        depths: Sequence[Depth],
+        reusable: Sequence[int],
+        requests: Sequence[int],
+        prefills: Sequence[int],
+        tokens: Sequence[int],
+        speeds: Sequence[Speed],
+        slower: Sequence[int] = (),
+    ) -> None:
+        """depths: what the index knows. slower: positions of those that hold a part in slower tiers than the GPU."""
+        self.roster = roster
+        self.depths = depths
+        self.reusable = reusable
+        self.requests = requests
+        self.prefills = prefills
+        self.tokens = tokens
+        self.speeds = speeds
+        self.slower = slower
+        self.pending = requests
+        if roster.reported is not None:
+            rows = zip(requests, roster.reported, strict=True)
+            self.pending = [reserved if reserved > reported else reported for reserved, reported in rows]
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> Self:
+        """The same, from rows."""
+
+        def column(name: str) -> list[Any]:
+            return list(map(attrgetter(name), candidates))
+
+        roster = Roster(
+            column("ref"),
+            block_sizes=column("block_size"),
+            states=column("state"),
+            causes=column("cause"),
+            urls=column("url"),
+            loads=column("load"),
+        )
+        return cls(
+            roster,
+            depths=[Depth(c.matched_blocks, c.tiers) for c in candidates],
+            reusable=column("reusable_tokens"),
+            requests=column("reserved_requests"),
+            prefills=column("reserved_prefills"),
+            tokens=column("reserved_tokens"),
+            speeds=column("speed"),
+            slower=[i for i, c in enumerate(candidates) if c.tiers[1] or c.tiers[2]],
+        )
+
+    @property
+    def refs(self) -> Sequence[ReplicaRef]:
+        return self.roster.refs
+
+    def __len__(self) -> int:
+        return len(self.roster.refs)
+
+    @overload
+    def __getitem__(self, at: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Candidate]: ...
+    def __getitem__(self, at: int | slice) -> Candidate | list[Candidate]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        roster, depth = self.roster, self.depths[at]
+        return Candidate(
+            ref=roster.refs[at],
+            matched_blocks=depth.blocks,
+            reusable_tokens=self.reusable[at],
+            tiers=depth.tiers,
+            block_size=roster.block_sizes[at],
+            state=roster.states[at],
+            cause=roster.causes[at],
+            url=roster.urls[at],
+            reserved_requests=self.requests[at],
+            reserved_prefills=self.prefills[at],
+            reserved_tokens=self.tokens[at],
+            load=roster.loads[at],
+            speed=self.speeds[at],
+        )
+
+    def load_key(self, at: int) -> tuple[int, int]:
+        """Pending work, requests first: smaller is idler."""
+        return self.pending[at], self.tokens[at]
+
+
 class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The request to place, as far as a policy may care."""
 
@@ -108,12 +245,72 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Mean of what was served lately."""
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class Decision:
     """The candidate to use, and what decided: a metric label from a small fixed set."""
 
-    candidate: Candidate
-    reason: str
-    explanation: Explanation | None = None
+    __slots__ = ("_allowed", "_at", "_costs", "_evidence", "_policy", "_request", "candidate", "candidates", "reason")
+
+    def __init__(
+        self,
+        policy: Policy,
+        request: RoutingRequest,
+        candidates: Candidates,
+        costs: Sequence[float],
+        allowed: Sequence[bool] | None,
+        at: int,
+        reason: str,
+    ) -> None:
+        """at: position of the winner."""
+        self.candidates = candidates
+        """What it was chosen from."""
+        self.candidate = candidates[at]
+        self.reason = reason
+        self._policy = policy
+        # Without the prompt: a decision may be kept.
+        self._request = RoutingRequest(
+            prompt_tokens=request.prompt_tokens,
+            session=request.session,
+            expected_output_tokens=request.expected_output_tokens,
+        )
+        self._costs = costs
+        self._allowed = allowed
+        self._at = at
+        self._evidence = policy.evidence()
+
+    def explain(self, listed: int = MAX_EXPLAINED) -> Explanation:
+        """Why, with the terms of the best `listed` candidates, at least one, as they were at the decision."""
+        candidates, costs, policy, winner = self.candidates, self._costs, self._policy, self._at
+        allowed: Sequence[bool] = self._allowed or [True] * len(candidates)
+        refs = candidates.refs
+        ranked = sorted(range(len(candidates)), key=lambda i: (costs[i], candidates.load_key(i), refs[i]))
+        other = next((i for i in ranked if i != winner), None)
+        why = f"{self.candidate.ref}: {_WHY[self.reason]}"
+        if other is not None:
+            why += f"; {refs[other]} " + (
+                "comes next" if allowed[other] else "is ruled out by the policy's constraint"
+            )
+        # The list is bounded, and the winner is always in it: a constraint may have ruled out many cheaper ones.
+        rows = ranked[:listed]
+        if winner not in rows:
+            rows[-1] = winner
+        return Explanation(
+            policy=policy.name,
+            formula=policy.formula,
+            parameters=msgspec.structs.asdict(policy.parameters),
+            why=why,
+            alternative=None if other is None else str(refs[other]),
+            candidates=[
+                ExplainedCandidate(
+                    replica=refs[i].replica,
+                    dp_rank=refs[i].dp_rank,
+                    state=candidates.roster.states[i],
+                    eligible=allowed[i],
+                    terms={"cost": costs[i], **policy.terms(candidates[i], self._request, self._evidence)},
+                )
+                for i in rows
+            ],
+            omitted=len(candidates) - len(rows),
+        )
 
 
 class NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -136,109 +333,54 @@ class Policy(ABC):
         self._rng = rng
 
     @abstractmethod
-    def costs(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[float]:
-        """One cost per candidate, lower is better. Called once per decision, before `admissible` and `terms`."""
+    def costs(self, candidates: Candidates, request: RoutingRequest) -> Sequence[float]:
+        """One cost per candidate, lower is better. Called once per decision, before `admissible` and `evidence`."""
 
-    def admissible(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[bool] | None:
+    def admissible(self, candidates: Candidates, request: RoutingRequest) -> Sequence[bool] | None:
         """Which candidates may be used at all: at least one. None, the default: all."""
         return None
 
+    def evidence(self) -> Any:
+        """What else, of the decision just made, `terms` needs later. Nothing in it changes afterwards."""
+        return None
+
     @abstractmethod
-    def terms(self, candidate: Candidate, request: RoutingRequest) -> dict[str, float]:
-        """Every quantity costs and constraint looked at in this decision, by name, for explanations."""
+    def terms(self, candidate: Candidate, request: RoutingRequest, evidence: Any) -> dict[str, float]:
+        """Every quantity costs and constraint looked at in that decision, by name, for explanations."""
 
     def chosen(self, candidate: Candidate, request: RoutingRequest) -> None:  # noqa: B027 - most need no memory
         """Told of each decision; a policy with a memory overrides it."""
 
-    def choose(
-        self,
-        candidates: Sequence[Candidate],
-        request: RoutingRequest,
-        *,
-        explain: bool = False,
-        listed: int = MAX_EXPLAINED,
-        dry: bool = False,
-    ) -> Decision:
-        """Pick one of `candidates` (at least one, in any order).
+    def choose(self, candidates: Sequence[Candidate], request: RoutingRequest, *, dry: bool = False) -> Decision:
+        """Pick one of `candidates` (at least one, in any order; fastest as `Candidates`).
 
-        listed: candidates an explanation lists, at least one. dry: try only; the policy does not remember the choice.
+        dry: try only; the policy does not remember the choice.
         """
+        if not isinstance(candidates, Candidates):
+            candidates = Candidates.of(candidates)
         costs = self.costs(candidates, request)
         allowed = self.admissible(candidates, request)
-        lowest = min(costs) if allowed is None else min(compress(costs, allowed))
         if allowed is None:
-            tied = [c for c, cost in zip(candidates, costs, strict=True) if cost == lowest]
+            lowest = min(costs)
+            at = costs.index(lowest)
+            tied = [at] if costs.count(lowest) == 1 else [i for i, cost in enumerate(costs) if cost == lowest]
         else:
-            tied = [c for c, cost, ok in zip(candidates, costs, allowed, strict=True) if ok and cost == lowest]
+            lowest = min(compress(costs, allowed))
+            tied = [i for i, (cost, ok) in enumerate(zip(costs, allowed, strict=True)) if ok and cost == lowest]
         if len(candidates) == 1:
             reason = "only_candidate"
         elif len(tied) == 1:
             reason = "constraint" if allowed is not None and min(costs) < lowest else self.decisive
         else:
-            least = min(map(load_key, tied))
-            tied = [c for c in tied if load_key(c) == least]
+            loads = [(candidates.pending[i], candidates.tokens[i]) for i in tied]
+            least = min(loads)
+            tied = [i for i, load in zip(tied, loads, strict=True) if load == least]
             reason = "least_loaded" if len(tied) == 1 else "random"
         winner = tied[0] if len(tied) == 1 else self._rng.choice(tied)
-        explanation = None
-        if explain:
-            admitted = [True] * len(candidates) if allowed is None else allowed
-            # Two at least, since the best of the others is named; those that tie with the last, since load decides.
-            limit = heapq.nsmallest(max(listed, 2), costs)[-1]
-            ranked = sorted(
-                (row for row in zip(candidates, costs, admitted, strict=True) if row[1] <= limit or row[0] is winner),
-                key=_best_first,
-            )
-            explanation = self._explain(ranked, len(candidates), listed, request, winner, reason)
+        decision = Decision(self, request, candidates, costs, allowed, winner, reason)
         if not dry:
-            self.chosen(winner, request)
-        return Decision(candidate=winner, reason=reason, explanation=explanation)
-
-    def _explain(
-        self,
-        ranked: list[tuple[Candidate, float, bool]],
-        total: int,
-        most: int,
-        request: RoutingRequest,
-        winner: Candidate,
-        reason: str,
-    ) -> Explanation:
-        others = (row for row in ranked if row[0] is not winner)
-        alternative, _, allowed = next(others, (None, 0.0, True))
-        why = f"{winner.ref}: {_WHY[reason]}"
-        if alternative is not None:
-            why += f"; {alternative.ref} " + ("comes next" if allowed else "is ruled out by the policy's constraint")
-        # The list is bounded, and the winner is always in it: a constraint may have ruled out many cheaper ones.
-        listed = ranked[:most]
-        if all(candidate is not winner for candidate, _, _ in listed):
-            listed[-1] = next(row for row in ranked if row[0] is winner)
-        return Explanation(
-            policy=self.name,
-            formula=self.formula,
-            parameters=msgspec.structs.asdict(self.parameters),
-            why=why,
-            alternative=None if alternative is None else str(alternative.ref),
-            candidates=[
-                ExplainedCandidate(
-                    replica=candidate.ref.replica,
-                    dp_rank=candidate.ref.dp_rank,
-                    state=candidate.state,
-                    eligible=ok,
-                    terms={"cost": cost, **self.terms(candidate, request)},
-                )
-                for candidate, cost, ok in listed
-            ],
-            omitted=total - len(listed),
-        )
-
-
-def _best_first(row: tuple[Candidate, float, bool]) -> tuple[float, tuple[int, int], ReplicaRef]:
-    candidate, cost, _ = row
-    return cost, load_key(candidate), candidate.ref
-
-
-def load_key(candidate: Candidate) -> tuple[int, int]:
-    """Pending work, requests first: smaller is idler."""
-    return candidate.pending, candidate.reserved_tokens
+            self.chosen(decision.candidate, request)
+        return decision
 
 
 _WHY = {

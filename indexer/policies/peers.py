@@ -12,13 +12,13 @@ import random
 from abc import abstractmethod
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from ...proto.hashing import BlockKey
-from ...proto.index import ReplicaRef
-from .base import Candidate, Policy, RoutingRequest
+from ...proto.index import Load, ReplicaRef
+from .base import Candidate, Candidates, Policy, RoutingRequest, Speed
 from .shared_prefixes import SharedPrefixes
 
 Weight = Annotated[float, msgspec.Meta(ge=0, le=1_000_000)]
@@ -70,20 +70,26 @@ class _HistoryPolicy(Policy):
         super().__init__(parameters, rng)
         self._history = History(capacity)
         self._share: dict[ReplicaRef, float] = {}
+        self._sizes: dict[ReplicaRef, int] = {}
 
-    def costs(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[float]:
+    def costs(self, candidates: Candidates, request: RoutingRequest) -> Sequence[float]:
         keys = request.chain.keys(request.chain.blocks)
         blocks = max(1, len(keys))
-        self._share = {c.ref: self._history.matched(c.ref, keys) / blocks for c in candidates}
+        self._share = {ref: self._history.matched(ref, keys) / blocks for ref in candidates.refs}
+        self._sizes = {ref: self._history.size(ref) for ref in candidates.refs}
         return self._rule(candidates)
 
-    @abstractmethod
-    def _rule(self, candidates: Sequence[Candidate]) -> Sequence[float]: ...
+    def evidence(self) -> tuple[dict[ReplicaRef, float], dict[ReplicaRef, int]]:
+        return self._share, self._sizes
 
-    def terms(self, candidate: Candidate, request: RoutingRequest) -> dict[str, float]:
+    @abstractmethod
+    def _rule(self, candidates: Candidates) -> Sequence[float]: ...
+
+    def terms(self, candidate: Candidate, request: RoutingRequest, evidence: Any) -> dict[str, float]:
+        shares, sizes = evidence
         return {
-            "history_share": self._share.get(candidate.ref, 0.0),
-            "history_blocks": self._history.size(candidate.ref),
+            "history_share": shares[candidate.ref],
+            "history_blocks": sizes[candidate.ref],
             "pending_requests": candidate.pending,
         }
 
@@ -120,14 +126,14 @@ class RayServe(_HistoryPolicy):
         super().__init__(parameters, rng, parameters.capacity_blocks)
         self._p = parameters
 
-    def _rule(self, candidates: Sequence[Candidate]) -> Sequence[float]:
-        pending = [c.pending for c in candidates]
+    def _rule(self, candidates: Candidates) -> Sequence[float]:
+        pending = candidates.pending
         if max(pending) - min(pending) > self._p.imbalanced_threshold:
             drawn = set(self._rng.sample(range(len(pending)), min(2, len(pending))))
             return [p if i in drawn else float("inf") for i, p in enumerate(pending)]
         if max(self._share.values()) >= self._p.match_rate_threshold:
-            return [-self._share[c.ref] for c in candidates]
-        return [self._history.size(c.ref) for c in candidates]
+            return [-share for share in self._share.values()]
+        return list(self._sizes.values())
 
 
 class SglangGatewayParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -157,14 +163,14 @@ class SglangGateway(_HistoryPolicy):
         super().__init__(parameters, rng, parameters.capacity_blocks)
         self._p = parameters
 
-    def _rule(self, candidates: Sequence[Candidate]) -> Sequence[float]:
-        pending = [c.pending for c in candidates]
+    def _rule(self, candidates: Candidates) -> Sequence[float]:
+        pending = candidates.pending
         most, least = max(pending), min(pending)
         if most - least > self._p.balance_abs_threshold and most > self._p.balance_rel_threshold * least:
             return pending
         if max(self._share.values()) > self._p.cache_threshold:
-            return [-self._share[c.ref] for c in candidates]
-        return [self._history.size(c.ref) for c in candidates]
+            return [-share for share in self._share.values()]
+        return list(self._sizes.values())
 
 
 class WeightedScoreParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -191,40 +197,52 @@ class WeightedScore(Policy):
         super().__init__(parameters, rng)
         assert isinstance(parameters, WeightedScoreParameters)
         self._p = parameters
-        self._most = self._least = 0
+        self._seen = _Scored(0, 0, {})
 
-    def costs(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[float]:
-        pending = [c.pending for c in candidates]
-        self._most, self._least = max(pending), min(pending)
-        return [-self._score(c, self._share(c, request)) for c in candidates]
+    def costs(self, candidates: Candidates, request: RoutingRequest) -> Sequence[float]:
+        p, pending = self._p, candidates.pending
+        most, least = max(pending), min(pending)
+        shares = self._shares(candidates, request)
+        self._seen = _Scored(most, least, dict(zip(candidates.refs, shares, strict=True)))
+        rows = zip(shares, pending, candidates.roster.loads, strict=True)
+        return [
+            -(
+                p.prefix_weight * share
+                + p.queue_weight * _queue_score(most, least, requests)
+                + p.kv_weight * _free_share(load)
+            )
+            for share, requests, load in rows
+        ]
 
-    def _share(self, candidate: Candidate, request: RoutingRequest) -> float:
-        return candidate.reusable_tokens / request.prompt_tokens
+    def evidence(self) -> _Scored:
+        return self._seen
 
-    def _score(self, candidate: Candidate, share: float) -> float:
-        p = self._p
-        return (
-            p.prefix_weight * share
-            + p.queue_weight * self._queue_score(candidate)
-            + p.kv_weight * _free_share(candidate)
-        )
+    def _shares(self, candidates: Candidates, request: RoutingRequest) -> Sequence[float]:
+        return [tokens / request.prompt_tokens for tokens in candidates.reusable]
 
-    def _queue_score(self, candidate: Candidate) -> float:
-        if self._most == self._least:
-            return 1.0
-        return (self._most - candidate.pending) / (self._most - self._least)
-
-    def terms(self, candidate: Candidate, request: RoutingRequest) -> dict[str, float]:
+    def terms(self, candidate: Candidate, request: RoutingRequest, evidence: _Scored) -> dict[str, float]:
         return {
-            "prefix_score": self._share(candidate, request),
-            "queue_score": self._queue_score(candidate),
-            "kv_score": _free_share(candidate),
+            "prefix_score": evidence.shares[candidate.ref],
+            "queue_score": _queue_score(evidence.most, evidence.least, candidate.pending),
+            "kv_score": _free_share(candidate.load),
             "pending_requests": candidate.pending,
         }
 
 
-def _free_share(candidate: Candidate) -> float:
-    return 1.0 if candidate.load is None else 1.0 - candidate.load.kv_usage
+class _Scored(NamedTuple):
+    """What one decision compared: pending requests, and shares of the prompt."""
+
+    most: int
+    least: int
+    shares: dict[ReplicaRef, float]
+
+
+def _queue_score(most: int, least: int, pending: int) -> float:
+    return 1.0 if most == least else (most - pending) / (most - least)
+
+
+def _free_share(load: Load | None) -> float:
+    return 1.0 if load is None else 1.0 - load.kv_usage
 
 
 class ApproximateScoreParameters(WeightedScoreParameters, frozen=True, forbid_unknown_fields=True):
@@ -248,9 +266,9 @@ class ApproximateScore(WeightedScore):
         assert isinstance(parameters, ApproximateScoreParameters)
         self._history = History(parameters.capacity_blocks)
 
-    def _share(self, candidate: Candidate, request: RoutingRequest) -> float:
+    def _shares(self, candidates: Candidates, request: RoutingRequest) -> Sequence[float]:
         keys = request.chain.keys(request.chain.blocks)
-        return self._history.matched(candidate.ref, keys) / max(1, len(keys))
+        return [self._history.matched(ref, keys) / max(1, len(keys)) for ref in candidates.refs]
 
     def chosen(self, candidate: Candidate, request: RoutingRequest) -> None:
         self._history.send(candidate.ref, request.chain.keys(request.chain.blocks))
@@ -282,22 +300,29 @@ class BlockCost(Policy):
         self._p = parameters
         self._mean_prompt = 0.0
 
-    def costs(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[float]:
+    def costs(self, candidates: Candidates, request: RoutingRequest) -> Sequence[float]:
         self._mean_prompt += (request.prompt_tokens - self._mean_prompt) / (64 if self._mean_prompt else 1)
-        return [sum(self._blocks(c, request)) for c in candidates]
+        p, mean, prompt = self._p, self._mean_prompt, request.prompt_tokens
+        rows = zip(
+            candidates.tokens, candidates.reusable, candidates.pending, candidates.roster.block_sizes, strict=True
+        )
+        return [
+            p.prefill_scale * ((tokens + prompt - reusable) / size)
+            + (pending * (p.decode_blocks_per_request or mean / size) + prompt / size)
+            for tokens, reusable, pending, size in rows
+        ]
 
-    def _blocks(self, c: Candidate, request: RoutingRequest) -> tuple[float, float]:
-        prefill = (c.reserved_tokens + request.prompt_tokens - c.reusable_tokens) / c.block_size
-        each = self._p.decode_blocks_per_request or self._mean_prompt / c.block_size
-        return self._p.prefill_scale * prefill, c.pending * each + request.prompt_tokens / c.block_size
+    def evidence(self) -> float:
+        return self._mean_prompt
 
-    def terms(self, candidate: Candidate, request: RoutingRequest) -> dict[str, float]:
-        prefill, decode = self._blocks(candidate, request)
+    def terms(self, candidate: Candidate, request: RoutingRequest, evidence: float) -> dict[str, float]:
+        c, prompt = candidate, request.prompt_tokens
+        each = self._p.decode_blocks_per_request or evidence / c.block_size
         return {
-            "prefill_blocks": prefill,
-            "decode_blocks": decode,
-            "reusable_tokens": candidate.reusable_tokens,
-            "reserved_tokens": candidate.reserved_tokens,
+            "prefill_blocks": (c.reserved_tokens + prompt - c.reusable_tokens) / c.block_size,
+            "decode_blocks": c.pending * each + prompt / c.block_size,
+            "reusable_tokens": c.reusable_tokens,
+            "reserved_tokens": c.reserved_tokens,
         }
 
 
@@ -327,26 +352,30 @@ class DualHash(Policy):
         self._shared = SharedPrefixes(branches=8, window_s=60.0)
         self._pair: tuple[ReplicaRef, ReplicaRef] | None = None
 
-    def costs(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[float]:
+    def costs(self, candidates: Candidates, request: RoutingRequest) -> Sequence[float]:
         chain = request.chain
         at = min(chain.blocks, self._shared.shared_blocks(chain, request.now) + max(1, 512 // chain.block_size))
         prefix = chain.keys(at)[at - 1] if at else b""
-        refs = [c.ref for c in candidates]
+        refs = candidates.refs
         first = max(refs, key=lambda ref: _hashed(b"1", prefix, ref))
         second = max((r for r in refs if r != first), key=lambda ref: _hashed(b"2", prefix, ref), default=first)
         self._pair = first, second
-        pair = [c for c in candidates if c.ref in self._pair]
-        fuller = max(pair, key=lambda c: (c.reusable_tokens, -c.reserved_tokens))
-        if _delay(fuller, request) <= self._p.objective_s:
-            return [-c.reusable_tokens for c in candidates]
-        return [_delay(c, request) for c in candidates]
+        pair = [i for i, ref in enumerate(refs) if ref in self._pair]
+        fuller = max(pair, key=lambda i: (candidates.reusable[i], -candidates.tokens[i]))
+        delays = [
+            _delay(pending, request.prompt_tokens - cached, speed)
+            for pending, cached, speed in zip(candidates.tokens, candidates.reusable, candidates.speeds, strict=True)
+        ]
+        return [-tokens for tokens in candidates.reusable] if delays[fuller] <= self._p.objective_s else delays
 
-    def admissible(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[bool] | None:
+    def admissible(self, candidates: Candidates, request: RoutingRequest) -> Sequence[bool] | None:
         assert self._pair is not None
-        return [c.ref in self._pair for c in candidates]
+        return [ref in self._pair for ref in candidates.refs]
 
-    def terms(self, candidate: Candidate, request: RoutingRequest) -> dict[str, float]:
-        return {"delay_s": _delay(candidate, request), "reusable_tokens": candidate.reusable_tokens}
+    def terms(self, candidate: Candidate, request: RoutingRequest, evidence: Any) -> dict[str, float]:
+        c = candidate
+        delay_s = _delay(c.reserved_tokens, request.prompt_tokens - c.reusable_tokens, c.speed)
+        return {"delay_s": delay_s, "reusable_tokens": c.reusable_tokens}
 
     def chosen(self, candidate: Candidate, request: RoutingRequest) -> None:
         self._shared.saw(request.chain, request.now)
@@ -356,9 +385,9 @@ def _hashed(salt: bytes, prefix: bytes, ref: ReplicaRef) -> bytes:
     return hashlib.blake2b(prefix + str(ref).encode(), digest_size=8, salt=salt).digest()
 
 
-def _delay(c: Candidate, request: RoutingRequest) -> float:
+def _delay(pending: int, uncached: int, speed: Speed) -> float:
     """Expected time to first token, without what decoding adds."""
-    return (c.reserved_tokens + request.prompt_tokens - c.reusable_tokens) / c.speed.prefill_tokens_per_s
+    return (pending + uncached) / speed.prefill_tokens_per_s
 
 
 class ExploitExploreParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -389,45 +418,48 @@ class ExploitExplore(Policy):
         self._routed: deque[tuple[float, ReplicaRef, float]] = deque()
         """(time, replica, seconds), oldest first."""
         self._loads: Counter[ReplicaRef] = Counter()
+        self._seen: dict[ReplicaRef, float] = {}
         self._holders: set[ReplicaRef] | None = None
 
-    def costs(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[float]:
+    def costs(self, candidates: Candidates, request: RoutingRequest) -> Sequence[float]:
         self._forget(request.now - self._p.window_s)
-        deepest = max(c.reusable_tokens for c in candidates)
-        loads = {c.ref: self._load(c) for c in candidates}
+        refs, reusable = candidates.refs, candidates.reusable
+        deepest = max(reusable)
+        loads = self._seen = {ref: float(self._loads[ref]) for ref in refs}
         self._holders = None
         if 2 * deepest > request.prompt_tokens:
-            holders = {c.ref for c in candidates if c.reusable_tokens == deepest}
+            holders = {ref for ref, tokens in zip(refs, reusable, strict=True) if tokens == deepest}
             if min(loads[ref] for ref in holders) <= self._p.imbalance * max(1.0, min(loads.values())):
                 self._holders = holders
         if self._holders is not None:
-            return [loads[c.ref] for c in candidates]
-        return [loads[c.ref] + self._work(c, request) for c in candidates]
+            return list(loads.values())
+        return [
+            load + _delay(0, request.prompt_tokens - cached, speed)
+            for load, cached, speed in zip(loads.values(), reusable, candidates.speeds, strict=True)
+        ]
 
-    def _load(self, candidate: Candidate) -> float:
-        return float(self._loads[candidate.ref])
-
-    @staticmethod
-    def _work(c: Candidate, request: RoutingRequest) -> float:
-        return (request.prompt_tokens - c.reusable_tokens) / c.speed.prefill_tokens_per_s
+    def evidence(self) -> tuple[dict[ReplicaRef, float], bool]:
+        return self._seen, self._holders is not None
 
     def _forget(self, until: float) -> None:
         while self._routed and self._routed[0][0] < until:
             _, ref, seconds = self._routed.popleft()
             self._loads[ref] -= seconds  # type: ignore[assignment]  # Counter is typed for ints, and works for floats
 
-    def admissible(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[bool] | None:
-        return None if self._holders is None else [c.ref in self._holders for c in candidates]
+    def admissible(self, candidates: Candidates, request: RoutingRequest) -> Sequence[bool] | None:
+        return None if self._holders is None else [ref in self._holders for ref in candidates.refs]
 
-    def terms(self, candidate: Candidate, request: RoutingRequest) -> dict[str, float]:
+    def terms(self, candidate: Candidate, request: RoutingRequest, evidence: Any) -> dict[str, float]:
+        loads, exploits = evidence
         return {
-            "load_s": self._load(candidate),
-            "prefill_s": self._work(candidate, request),
-            "exploits": float(self._holders is not None),
+            "load_s": loads[candidate.ref],
+            "prefill_s": _delay(0, request.prompt_tokens - candidate.reusable_tokens, candidate.speed),
+            "exploits": float(exploits),
         }
 
     def chosen(self, candidate: Candidate, request: RoutingRequest) -> None:
         speed = candidate.speed
-        seconds = self._work(candidate, request) + speed.sequence_step_s * request.expected_output_tokens
+        uncached = request.prompt_tokens - candidate.reusable_tokens
+        seconds = _delay(0, uncached, speed) + speed.sequence_step_s * request.expected_output_tokens
         self._routed.append((request.now, candidate.ref, seconds))
         self._loads[candidate.ref] += seconds  # type: ignore[assignment]

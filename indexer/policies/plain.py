@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from ...proto.index import ReplicaRef
-from .base import Candidate, Policy, RoutingRequest
+from .base import Candidate, Candidates, Policy, RoutingRequest
 from .shared_prefixes import STRIDE_TOKENS, SharedPrefixes
 
 
@@ -24,10 +24,10 @@ class Random(Policy):
     formula = "uniform draw"
     decisive = "drawn"
 
-    def costs(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[float]:
+    def costs(self, candidates: Candidates, request: RoutingRequest) -> Sequence[float]:
         return [self._rng.random() for _ in candidates]
 
-    def terms(self, candidate: Candidate, request: RoutingRequest) -> dict[str, float]:
+    def terms(self, candidate: Candidate, request: RoutingRequest, evidence: Any) -> dict[str, float]:
         return {}
 
 
@@ -46,14 +46,14 @@ class RoundRobin(Policy):
         super().__init__(parameters, rng)
         self._last: ReplicaRef | None = None
 
-    def costs(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[float]:
+    def costs(self, candidates: Candidates, request: RoutingRequest) -> Sequence[float]:
         last = self._last
-        refs = sorted(c.ref for c in candidates)
+        refs = sorted(candidates.refs)
         start = 0 if last is None else sum(ref <= last for ref in refs)
         turns = {ref: (i - start) % len(refs) for i, ref in enumerate(refs)}
-        return [turns[c.ref] for c in candidates]
+        return [turns[ref] for ref in candidates.refs]
 
-    def terms(self, candidate: Candidate, request: RoutingRequest) -> dict[str, float]:
+    def terms(self, candidate: Candidate, request: RoutingRequest, evidence: Any) -> dict[str, float]:
         return {}
 
     def chosen(self, candidate: Candidate, request: RoutingRequest) -> None:
@@ -77,15 +77,15 @@ class PowerOfTwo(Policy):
     decisive = "idlest"
     Parameters = PowerOfTwoParameters
 
-    def costs(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[float]:
-        return [c.pending for c in candidates]
+    def costs(self, candidates: Candidates, request: RoutingRequest) -> Sequence[float]:
+        return candidates.pending
 
-    def admissible(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[bool] | None:
+    def admissible(self, candidates: Candidates, request: RoutingRequest) -> Sequence[bool] | None:
         assert isinstance(self.parameters, PowerOfTwoParameters)
         drawn = set(self._rng.sample(range(len(candidates)), min(self.parameters.draws, len(candidates))))
         return [i in drawn for i in range(len(candidates))]
 
-    def terms(self, candidate: Candidate, request: RoutingRequest) -> dict[str, float]:
+    def terms(self, candidate: Candidate, request: RoutingRequest, evidence: Any) -> dict[str, float]:
         return {"pending_requests": candidate.pending, "reserved_tokens": candidate.reserved_tokens}
 
 
@@ -100,10 +100,10 @@ class LeastLoaded(Policy):
     formula = "argmin pending"
     decisive = "idlest"
 
-    def costs(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[float]:
-        return [c.pending for c in candidates]
+    def costs(self, candidates: Candidates, request: RoutingRequest) -> Sequence[float]:
+        return candidates.pending
 
-    def terms(self, candidate: Candidate, request: RoutingRequest) -> dict[str, float]:
+    def terms(self, candidate: Candidate, request: RoutingRequest, evidence: Any) -> dict[str, float]:
         return {"pending_requests": candidate.pending, "reserved_tokens": candidate.reserved_tokens}
 
 
@@ -118,10 +118,10 @@ class AffinityOnly(Policy):
     formula = "argmax reusable_tokens"
     decisive = "deepest"
 
-    def costs(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[float]:
-        return [-c.reusable_tokens for c in candidates]
+    def costs(self, candidates: Candidates, request: RoutingRequest) -> Sequence[float]:
+        return [-tokens for tokens in candidates.reusable]
 
-    def terms(self, candidate: Candidate, request: RoutingRequest) -> dict[str, float]:
+    def terms(self, candidate: Candidate, request: RoutingRequest, evidence: Any) -> dict[str, float]:
         return {"reusable_tokens": candidate.reusable_tokens, "pending_requests": candidate.pending}
 
 
@@ -150,20 +150,23 @@ class Hybrid(Policy):
         assert isinstance(parameters, HybridParameters)
         self._max_skew = parameters.max_skew
 
-    def costs(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[float]:
-        return [-c.reusable_tokens for c in candidates]
+    def costs(self, candidates: Candidates, request: RoutingRequest) -> Sequence[float]:
+        return [-tokens for tokens in candidates.reusable]
 
-    def admissible(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[bool] | None:
-        pending = [c.pending for c in candidates]
-        most = min(pending) + self._max_skew
-        return [p <= most for p in pending]
+    def admissible(self, candidates: Candidates, request: RoutingRequest) -> Sequence[bool] | None:
+        return _within(candidates.pending, self._max_skew)
 
-    def terms(self, candidate: Candidate, request: RoutingRequest) -> dict[str, float]:
+    def terms(self, candidate: Candidate, request: RoutingRequest, evidence: Any) -> dict[str, float]:
         return {
             "reusable_tokens": candidate.reusable_tokens,
             "pending_requests": candidate.pending,
             "reserved_tokens": candidate.reserved_tokens,
         }
+
+
+def _within(pending: Sequence[int], max_skew: int) -> list[bool]:
+    most = min(pending) + max_skew
+    return [p <= most for p in pending]
 
 
 class SessionAffinityParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -184,18 +187,16 @@ class SessionAffinity(Policy):
     decisive = "session"
     Parameters = SessionAffinityParameters
 
-    def costs(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[float]:
+    def costs(self, candidates: Candidates, request: RoutingRequest) -> Sequence[float]:
         if request.session is None:
-            return [c.pending for c in candidates]
-        return [-_rendezvous(request.session, c.ref) for c in candidates]
+            return candidates.pending
+        return [-_rendezvous(request.session, ref) for ref in candidates.refs]
 
-    def admissible(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[bool] | None:
+    def admissible(self, candidates: Candidates, request: RoutingRequest) -> Sequence[bool] | None:
         assert isinstance(self.parameters, SessionAffinityParameters)
-        pending = [c.pending for c in candidates]
-        most = min(pending) + self.parameters.max_skew
-        return [p <= most for p in pending]
+        return _within(candidates.pending, self.parameters.max_skew)
 
-    def terms(self, candidate: Candidate, request: RoutingRequest) -> dict[str, float]:
+    def terms(self, candidate: Candidate, request: RoutingRequest, evidence: Any) -> dict[str, float]:
         return {"has_session": float(request.session is not None), "pending_requests": candidate.pending}
 
 
@@ -227,21 +228,24 @@ class Sticky(Policy):
         self._shared = SharedPrefixes(branches=parameters.shared_branches, window_s=parameters.shared_window_s)
         self._shared_tokens = 0
 
-    def costs(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[float]:
+    def costs(self, candidates: Candidates, request: RoutingRequest) -> Sequence[float]:
         shared = self._shared.shared_blocks(request.chain, request.now) * request.chain.block_size
         self._shared_tokens = shared
         # One number for both criteria: a token of prefix outweighs any amount of pending work.
-        most = 1.0 + max(c.reserved_tokens for c in candidates)
+        most = 1.0 + max(candidates.tokens)
         least = shared + STRIDE_TOKENS  # what is shared is known no better than that
         return [
-            c.reserved_tokens / most - (c.reusable_tokens if c.reusable_tokens >= least or not shared else shared)
-            for c in candidates
+            pending / most - (reusable if reusable >= least or not shared else shared)
+            for pending, reusable in zip(candidates.tokens, candidates.reusable, strict=True)
         ]
 
-    def terms(self, candidate: Candidate, request: RoutingRequest) -> dict[str, float]:
+    def evidence(self) -> int:
+        return self._shared_tokens
+
+    def terms(self, candidate: Candidate, request: RoutingRequest, evidence: Any) -> dict[str, float]:
         return {
             "reusable_tokens": candidate.reusable_tokens,
-            "shared_tokens": self._shared_tokens,
+            "shared_tokens": evidence,
             "reserved_tokens": candidate.reserved_tokens,
         }
 

@@ -12,12 +12,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from typing import Annotated
+from operator import attrgetter
+from typing import Annotated, NamedTuple
 
 import msgspec
 
-from .base import Candidate, Policy, RoutingRequest, Speed
+from .base import Candidate, Candidates, Policy, RoutingRequest
 from .shared_prefixes import SharedPrefixes
+
+_moves = attrgetter("transfer_tokens_per_s")
 
 Factor = Annotated[float, msgspec.Meta(ge=0, le=1000)]
 
@@ -37,6 +40,15 @@ class PricedDelayParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     shared_branches: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 8
     """New branches below a prefix, within `shared_window_s`, that make it a shared one."""
     shared_window_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 60.0
+
+
+class _Seen(NamedTuple):
+    """What one decision looked at beside its candidates."""
+
+    weight: float
+    busy_share: float
+    shared_tokens: int
+    deepest_tokens: int
 
 
 class PricedDelay(Policy):
@@ -65,46 +77,38 @@ class PricedDelay(Policy):
         """ρ, as of `_busy_at`."""
         self._busy_at: float | None = None
         self._weight = parameters.base_weight
-        self._shared_tokens = 0
-        self._deepest = 0
+        self._seen = _Seen(self._weight, 0.0, 0, 0)
 
-    def costs(self, candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[float]:
-        self._observe(candidates, request.now)
-        chain = request.chain
-        shared = self._shared_tokens = self._shared.shared_blocks(chain, request.now) * chain.block_size
+    def costs(self, candidates: Candidates, request: RoutingRequest) -> Sequence[float]:
+        self._observe(candidates.prefills, request.now)
+        chain, p, c = request.chain, self._p, candidates
+        shared = self._shared.shared_blocks(chain, request.now) * chain.block_size
+        moves = any(map(_moves, c.speeds))
+        deepest = max(c.reusable) if moves else 0
+        self._seen = _Seen(self._weight, self._busy, shared, deepest)
         price = self._weight - 1.0
-        prompt = request.prompt_tokens
-        slowdown, stall = self._p.decode_factor * request.expected_output_tokens, self._p.stall_factor
-        self._deepest = max(c.reusable_tokens for c in candidates)
-        costs: list[float] = []
-        speed: Speed | None = None
-        per_token = per_sequence = 0.0
-        for c in candidates:
-            if c.speed is not speed:
-                speed = c.speed
-                chunk = speed.chunk_tokens
-                per_token = 1.0 / speed.prefill_tokens_per_s
-                per_step, per_sequence = speed.step_s / chunk, speed.sequence_step_s / chunk
-                slow = speed.sequence_step_s * slowdown
-                simple = not speed.transfer_tokens_per_s
-            reusable = c.reusable_tokens
-            pending, engine = c.reserved_requests, c.load
-            decoding = pending - c.reserved_prefills
-            if engine is not None and engine.running + engine.waiting > pending:
-                pending = engine.running + engine.waiting
-            uncached = prompt - reusable
-            delay = (c.reserved_tokens + uncached) * (per_token + per_step + per_sequence * decoding)
-            if reusable < shared:
-                reusable = shared
-            cost = delay + price * (prompt - reusable) * per_token + slow * pending
-            if stall:
-                cost += stall * uncached * per_token * pending
-            if not simple or c.tiers[0] != c.matched_blocks:
-                cost += self._moving(c, request)
-            costs.append(cost)
+        prompt, slowdown = request.prompt_tokens, p.decode_factor * request.expected_output_tokens
+        free = [tokens if tokens > shared else shared for tokens in c.reusable] if shared else c.reusable
+        seconds = [speed.seconds for speed in c.speeds]
+        rows = zip(seconds, c.reusable, free, c.tokens, c.requests, c.prefills, c.pending, strict=True)
+        costs = [
+            (tokens + prompt - cached) * (chunk_s + sequence_s * (requests - prefills))
+            + price * (prompt - unpriced) * token_s
+            + step_s * slowdown * pending
+            for (token_s, chunk_s, sequence_s, step_s), cached, unpriced, tokens, requests, prefills, pending in rows
+        ]
+        if p.stall_factor:
+            for i, speed in enumerate(c.speeds):
+                costs[i] += p.stall_factor * (prompt - c.reusable[i]) * speed.seconds[0] * c.pending[i]
+        for i in range(len(c)) if moves else c.slower:
+            costs[i] += self._moving(c[i], self._seen)
         return costs
 
-    def _moving(self, c: Candidate, request: RoutingRequest) -> float:
+    def evidence(self) -> _Seen:
+        return self._seen
+
+    @staticmethod
+    def _moving(c: Candidate, seen: _Seen) -> float:
         """Seconds for bringing KV up from slower tiers, less what fetching it from another replica saves."""
         speed, size = c.speed, c.block_size
         _, cpu, storage = c.tiers
@@ -113,12 +117,12 @@ class PricedDelay(Policy):
             computed = 1.0 / speed.prefill_tokens_per_s
             fetched = 1.0 / speed.transfer_tokens_per_s
             # A copy made by a transfer still takes room, but no prefill: the price falls with the delay.
-            elsewhere = max(0, self._deepest - c.reusable_tokens)
-            moved -= self._weight * elsewhere * max(0.0, computed - fetched)
+            elsewhere = max(0, seen.deepest_tokens - c.reusable_tokens)
+            moved -= seen.weight * elsewhere * max(0.0, computed - fetched)
         return moved
 
-    def _observe(self, candidates: Sequence[Candidate], now: float) -> None:
-        busy = sum(1 for c in candidates if c.reserved_prefills) / len(candidates)
+    def _observe(self, prefills: Sequence[int], now: float) -> None:
+        busy = (len(prefills) - prefills.count(0)) / len(prefills)
         if self._busy_at is None:
             self._busy = busy
         else:
@@ -130,29 +134,27 @@ class PricedDelay(Policy):
         else:
             self._weight = min(p.max_weight, p.base_weight + self._busy / (1.0 - self._busy))
 
-    def terms(self, candidate: Candidate, request: RoutingRequest) -> dict[str, float]:
-        speed, uncached = candidate.speed, request.prompt_tokens - candidate.reusable_tokens
-        per_token = (
-            1.0 / speed.prefill_tokens_per_s
-            + (speed.step_s + speed.sequence_step_s * candidate.decoding) / speed.chunk_tokens
-        )
-        private = request.prompt_tokens - max(candidate.reusable_tokens, self._shared_tokens)
-        slowdown = self._p.decode_factor * request.expected_output_tokens * speed.sequence_step_s
+    def terms(self, candidate: Candidate, request: RoutingRequest, evidence: _Seen) -> dict[str, float]:
+        token_s, chunk_s, sequence_s, step_s = candidate.speed.seconds
+        uncached = request.prompt_tokens - candidate.reusable_tokens
+        per_token = chunk_s + sequence_s * candidate.decoding
+        private = request.prompt_tokens - max(candidate.reusable_tokens, evidence.shared_tokens)
+        slowdown = self._p.decode_factor * request.expected_output_tokens * step_s
         return {
             "reusable_tokens": candidate.reusable_tokens,
             "uncached_tokens": uncached,
             "reserved_tokens": candidate.reserved_tokens,
             "decoding": candidate.decoding,
             "pending_requests": candidate.pending,
-            "weight": self._weight,
-            "busy_share": self._busy,
-            "shared_tokens": self._shared_tokens,
+            "weight": evidence.weight,
+            "busy_share": evidence.busy_share,
+            "shared_tokens": evidence.shared_tokens,
             "queue_s": candidate.reserved_tokens * per_token,
             "prefill_s": uncached * per_token,
-            "price_s": (self._weight - 1.0) * private / speed.prefill_tokens_per_s,
-            "moving_s": self._moving(candidate, request),
+            "price_s": (evidence.weight - 1.0) * private * token_s,
+            "moving_s": self._moving(candidate, evidence),
             "slowdown_s": slowdown * candidate.pending,
-            "stall_s": self._p.stall_factor * uncached / speed.prefill_tokens_per_s * candidate.pending,
+            "stall_s": self._p.stall_factor * uncached * token_s * candidate.pending,
         }
 
     def chosen(self, candidate: Candidate, request: RoutingRequest) -> None:

@@ -33,9 +33,9 @@ class _Mark:
 
     __slots__ = ("branches", "continued", "ends")
 
-    def __init__(self, newest: int) -> None:
-        self.branches: deque[float] = deque(maxlen=newest)
-        """When the newest branches at or below it appeared."""
+    def __init__(self) -> None:
+        self.branches: deque[float] | None = None
+        """When the newest branches at or below it appeared. Most marks never see one."""
         self.continued = False
         """Some prompt went on below it."""
         self.ends: deque[tuple[int, BlockKey, _Mark]] | None = None
@@ -60,7 +60,10 @@ class SharedPrefixes:
         for at in range(stride, min(chain.blocks, stride * MAX_MARKS) + 1, stride):
             key = chain.keys(at)[at - 1]
             mark = self._young.get(key) or self._old.get(key)
-            if mark is None or len(mark.branches) < self._newest or mark.branches[0] < since:
+            if mark is None:
+                break
+            branches = mark.branches
+            if branches is None or len(branches) < self._newest or branches[0] < since:
                 break
             shared = at
         return shared
@@ -73,10 +76,12 @@ class SharedPrefixes:
         path: list[_Mark] = []
         known = True
         for at in range(stride - 1, blocks, stride):
-            mark, new = self._mark(keys[at])
-            if new and known:
-                known = False
-                self._left(path, keys, blocks, now)
+            mark = self._young.get(keys[at])
+            if mark is None:
+                mark, new = self._mark(keys[at])
+                if new and known:
+                    known = False
+                    self._left(path, keys, blocks, now)
             path.append(mark)
         for mark in path[:-1]:
             mark.continued = True
@@ -102,6 +107,8 @@ class SharedPrefixes:
                 went_on, end.continued = end.continued, True
         if went_on:
             for mark in path:
+                if mark.branches is None:
+                    mark.branches = deque(maxlen=self._newest)
                 mark.branches.append(now)
 
     def _mark(self, key: BlockKey) -> tuple[_Mark, bool]:
@@ -112,7 +119,7 @@ class SharedPrefixes:
         mark = self._old.get(key)
         new = mark is None
         if mark is None:
-            mark = _Mark(self._newest)
+            mark = _Mark()
         if len(self._young) >= GENERATION:
             self._old, self._young = self._young, {}
         self._young[key] = mark

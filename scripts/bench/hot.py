@@ -17,6 +17,7 @@ from ...indexer.connect import open_store
 from ...proto.events import decode_batch
 from ...proto.hashing import Chain, Namespace
 from ...proto.index import Index, PackedWrites, ReplicaRef, ReplicaSpec, Store
+from .deciding import deciding
 from .measure import Figure, encode, median_us, median_us_async, prompt, server_us, stored
 
 REPLICAS = 8
@@ -25,7 +26,7 @@ DEPTHS = (32, 512, 2048)
 
 async def hot_paths(redis_url: str, rng: random.Random) -> list[Figure]:
     """Everything there is. redis_url: a server that is there for this alone."""
-    figures = [*_hashing(rng), *_consuming(rng)]
+    figures = [*_hashing(rng), *_consuming(rng), *await deciding(rng)]
     memory = await open_store("memory:")
     figures += await _index("memory", memory, rng)
     await memory.close()

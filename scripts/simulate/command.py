@@ -50,6 +50,7 @@ _COMPARED = (
 @click.option("--replicas", multiple=True, type=click.IntRange(1, 1024), help="Default 8; for --suite 2, 8, 32.")
 @click.option("--cache", "caches", multiple=True, help="Tokens per replica, or ample, tight, very_tight.")
 @click.option("--load", "loads", multiple=True, type=click.FloatRange(0.01, 0.99), help="Share of time in prefill.")
+@click.option("--requests", type=click.IntRange(0), default=0, help="Only the first of each trace; 0: all.")
 @click.option("--stretch", type=click.FloatRange(1e-6), help="Factor on arrival times, instead of --load.")
 @click.option("--routers", type=click.IntRange(1, 64), default=1, help="Requests go to them in turn.")
 @click.option("--event-lag-s", type=click.FloatRange(0), default=0.0, help="From a cache to the index, seconds.")
@@ -82,6 +83,7 @@ def command(
     replicas: tuple[int, ...],
     caches: tuple[str, ...],
     loads: tuple[float, ...],
+    requests: int,
     stretch: float | None,
     only_traces: tuple[str, ...],
     jobs: int,
@@ -111,7 +113,7 @@ def command(
                 raise ConfigError("traces", "is not set", "pass the folder of recorded traces with --traces")
             names = [n for n in suite.TRACES if not only_traces or n.startswith(only_traces)]
             wanted = suite.settings(
-                names, caches or tuple(suite.CACHES), replicas or suite.REPLICAS, loads or suite.LOADS
+                names, caches or tuple(suite.CACHES), replicas or suite.REPLICAS, loads or suite.LOADS, requests
             )
             entries = policies or suite.ENTRIES
             task = progress.add_task("runs", total=len(wanted) * len(entries))
@@ -125,7 +127,7 @@ def command(
         else:
             found = _compare(
                 progress,
-                traces.load(trace, kind) if trace is not None else traces.synthetic(),
+                (traces.load(trace, kind) if trace is not None else traces.synthetic()).first(requests),
                 policies or _COMPARED,
                 _numbers(parameters),
                 replicas[0] if replicas else 8,

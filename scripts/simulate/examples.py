@@ -136,8 +136,8 @@ def families(
 class _First(random.Random):
     """Draws the first of any sequence: worked examples break ties by name."""
 
-    def choice(self, seq: Sequence[Candidate]) -> Candidate:  # type: ignore[override]  # all a policy ties are candidates
-        return min(seq, key=lambda candidate: candidate.ref)
+    def choice(self, seq: Sequence[int]) -> int:  # type: ignore[override]  # what a policy draws are positions
+        return min(seq)
 
 
 def universal(policy: str, *, requests: int = 50, replicas: int = 5, tokens: int = 200) -> Placement:
@@ -192,8 +192,9 @@ def pile_up(
         keys = prefix + tail
         prompt = len(keys) * block_size + 1
         candidates = []
-        for ref, incarnation in zip(refs, incarnations, strict=True):
-            held = placements.depth(incarnation, keys, prefix_blocks if ref == refs[0] else 0)
+        known = [prefix_blocks if ref == refs[0] else 0 for ref in refs]
+        placements.deepen(incarnations, keys, known)
+        for ref, held in zip(refs, known, strict=True):
             candidates.append(
                 Candidate(
                     ref=ref,
@@ -207,8 +208,8 @@ def pile_up(
             )
         request = RoutingRequest(prompt_tokens=prompt, chain=KnownChain(block_size, keys), now=0.01 * number)
         chosen = decide.choose(candidates, request).candidate
-        known = prefix_blocks if chosen.ref == refs[0] else 0
-        placements.sent(str(number), incarnations[refs.index(chosen.ref)], keys, known, request.now)
+        indexed = prefix_blocks if chosen.ref == refs[0] else 0
+        placements.sent(str(number), incarnations[refs.index(chosen.ref)], keys, indexed, request.now)
         loads[chosen.ref] += 1
         tokens[chosen.ref] += prompt - chosen.reusable_tokens
     return max(loads.values())

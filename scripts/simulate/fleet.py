@@ -9,6 +9,7 @@ Order of things at one instant: engine steps end, events and messages that are d
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 from array import array
@@ -23,7 +24,7 @@ import msgspec
 from ...indexer.load import Learned
 from ...indexer.memory import MemoryIndex
 from ...indexer.placement import DEFAULT_SETTLE_S, Placements
-from ...indexer.policies import DEFAULT_POLICY, Candidate, Policy, RoutingRequest, make_policy
+from ...indexer.policies import DEFAULT_POLICY, Candidates, Policy, Roster, RoutingRequest, make_policy
 from ...proto.hashing import BlockKey, Namespace
 from ...proto.index import (
     PAGE_SPAN,
@@ -197,6 +198,9 @@ class Fleet:
         self._version = 0
         self._refs = [ReplicaRef(f"r{i:02}") for i in range(self._size)]
         self._incarnations = [self._claim(ref) for ref in self._refs]
+        self._replicas = {incarnation: i for i, incarnation in enumerate(self._incarnations)}
+        self._roster = Roster(self._refs, block_sizes=[trace.block_size] * self._size)
+        self._speeds = [config.engine_of(i).speed for i in range(self._size)]
         self._events: deque[tuple[float, Incarnation, Keys, int, int, TierMask]] = deque()
         """Cache changes on their way to the index."""
         self._messages: deque[tuple[float, int, int, int, int, int]] = deque()
@@ -298,33 +302,27 @@ class Fleet:
         router = self._routers[job.router]
         placements, keys = router.placements, job.keys
         placements.expire(now)
+        depths, replicas = [_NO_DEPTH] * self._size, self._replicas
         if config.oracle:
             blocks = self._engines[0].cache.matched(keys)
-            depths = {incarnation: Depth(blocks, (blocks, 0, 0)) for incarnation in self._incarnations}
+            depths = [Depth(blocks, (blocks, 0, 0))] * self._size
         else:
-            depths = dict(run_now(self._index.match(request.chain)).depths)
-        most = (job.prompt_tokens - 1) // size
-        candidates = []
-        for i, (ref, incarnation, view) in enumerate(zip(self._refs, self._incarnations, router.views, strict=True)):
-            depth = depths.get(incarnation, _NO_DEPTH)
-            blocks = depth.blocks
-            if config.speculative:
-                blocks = placements.depth(incarnation, keys, blocks)
-            candidates.append(
-                Candidate(
-                    ref=ref,
-                    matched_blocks=depth.blocks,
-                    reusable_tokens=min(blocks, most) * size,
-                    tiers=depth.tiers,
-                    block_size=size,
-                    reserved_requests=view.requests,
-                    reserved_prefills=view.prefills,
-                    reserved_tokens=view.tokens,
-                    speed=router.learned.speed(ref) if config.learned else config.engine_of(i).speed,
-                )
-            )
+            for incarnation, depth in run_now(self._index.match(request.chain)).depths.items():
+                depths[replicas[incarnation]] = depth
+        held = [depth.blocks for depth in depths]
+        if config.speculative:
+            placements.deepen(self._incarnations, keys, held)
+        most, views = (job.prompt_tokens - 1) // size, router.views
         chosen = router.policy.choose(
-            candidates,
+            Candidates(
+                self._roster,
+                depths=depths,
+                reusable=[min(blocks, most) * size for blocks in held],
+                requests=[view.requests for view in views],
+                prefills=[view.prefills for view in views],
+                tokens=[view.tokens for view in views],
+                speeds=router.learned.speeds(self._refs) if config.learned else self._speeds,
+            ),
             RoutingRequest(
                 prompt_tokens=job.prompt_tokens,
                 now=now,
@@ -401,7 +399,9 @@ class Fleet:
             self._tell(job, -1, prefills, prefills * self._uncached[job.index])
             self._routers[job.router].placements.cancel(str(job.index))
         self._pending[replica] -= len(lost)
+        del self._replicas[self._incarnations[replica]]
         self._incarnations[replica] = self._claim(ref)
+        self._replicas[self._incarnations[replica]] = replica
         for job in lost:
             again = Job(job.index, job.keys, job.prompt_tokens, job.output_tokens, job.arrived)
             again.router = job.router
@@ -461,15 +461,25 @@ class Fleet:
 
 def simulate(trace: Trace, config: FleetConfig) -> Outcome:
     """Run a trace through a fleet. Deterministic."""
-    return Fleet(trace, config).run()
+    # Millions of objects live to the end and no cycle ends earlier: looking for garbage costs a quarter of the time.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return Fleet(trace, config).run()
+    finally:
+        if collecting:
+            gc.enable()
+            gc.collect()
 
 
-def stretch_for(trace: Trace, config: FleetConfig, load: float, *, rounds: int = 6) -> float:
+def stretch_for(
+    trace: Trace, config: FleetConfig, load: float, *, rounds: int = 6, start: float | None = None
+) -> float:
     """The stretch at which the reference policy spends `load` of the time in steps with prefill.
 
     The policy of `config` plays no part, so every policy meets the same arrivals, and tuning a policy does not move
     what a load means. Exact to half a percent, or as far as `rounds` lead: conversations whose turns wait for each
-    other cannot load a fleet beyond some point.
+    other cannot load a fleet beyond some point. start: a first guess, too long rather than too short.
     """
     reference = msgspec.structs.replace(
         config, policy=DEFAULT_POLICY, parameters=_REFERENCE, routers=1, event_lag_s=0.0, losses=(), oracle=False
@@ -477,7 +487,7 @@ def stretch_for(trace: Trace, config: FleetConfig, load: float, *, rounds: int =
     work = (
         sum(request.prompt_tokens for request in trace.requests) / reference.engine_of(0).speed.prefill_tokens_per_s
     )
-    stretch = work / (load * reference.size * max(trace.span_s, 1e-9))
+    stretch = start or work / (load * reference.size * max(trace.span_s, 1e-9))
     # From an idle fleet up: an overloaded one spends all its time in prefill, whatever the load.
     for _ in range(rounds):
         reached = simulate(trace, msgspec.structs.replace(reference, stretch=stretch)).load

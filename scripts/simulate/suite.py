@@ -51,9 +51,12 @@ class Setting(msgspec.Struct, frozen=True, order=True):
     cache: str
     replicas: int
     load: float
+    requests: int = 0
+    """Only the first of the trace; 0: all."""
 
     def __str__(self) -> str:
-        return f"{self.trace.partition('.')[0]} {self.cache} {self.replicas} replicas {self.load:.0%}"
+        first = f" first {self.requests:,}" if self.requests else ""
+        return f"{self.trace.partition('.')[0]}{first} {self.cache} {self.replicas} replicas {self.load:.0%}"
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -81,8 +84,9 @@ def settings(
     caches: Sequence[str] = tuple(CACHES),
     replicas: Sequence[int] = REPLICAS,
     loads: Sequence[float] = LOADS,
+    requests: int = 0,
 ) -> list[Setting]:
-    return [Setting(t, c, n, load) for t in traces for n in replicas for c in caches for load in loads]
+    return [Setting(t, c, n, load, requests) for t in traces for n in replicas for c in caches for load in loads]
 
 
 def entry_config(entry: str, config: FleetConfig) -> FleetConfig:
@@ -154,7 +158,7 @@ def run(
 def _all(folder: Path, missing: dict[Setting, list[str]], known: dict[Setting, float], jobs: int) -> Iterator[Result]:
     if jobs == 1:
         for setting, entries in missing.items():
-            stretch = known.get(setting) or _calibrate(folder, setting)
+            stretch = known[setting] = known.get(setting) or _calibrate(folder, setting, _near(known, setting))
             for entry in entries:
                 yield _one(folder, setting, entry, stretch)
         return
@@ -174,28 +178,38 @@ def _all(folder: Path, missing: dict[Setting, list[str]], known: dict[Setting, f
             yield done.result()
 
 
-@cache
-def _trace(path: Path) -> Trace:
-    return load(path)
+def _near(known: dict[Setting, float], setting: Setting) -> float | None:
+    """A first guess of the stretch, from another load or cache."""
+    for other, stretch in reversed(known.items()):
+        if (other.trace, other.replicas, other.requests) == (setting.trace, setting.replicas, setting.requests):
+            return stretch * other.load / setting.load
+    return None
 
 
 @cache
-def _ideal(path: Path, warmup: float) -> float:
-    return ideal_hit(_trace(path), warmup)
+def _trace(path: Path, requests: int) -> Trace:
+    return load(path).first(requests)
+
+
+@cache
+def _ideal(path: Path, requests: int, warmup: float) -> float:
+    return ideal_hit(_trace(path, requests), warmup)
 
 
 def _config(setting: Setting) -> FleetConfig:
     return FleetConfig(replicas=setting.replicas, engine=EngineConfig(capacity_tokens=CACHES[setting.cache]))
 
 
-def _calibrate(folder: Path, setting: Setting) -> float:
-    return stretch_for(_trace(folder / setting.trace), _config(setting), setting.load)
+def _calibrate(folder: Path, setting: Setting, start: float | None = None) -> float:
+    trace = _trace(folder / setting.trace, setting.requests)
+    return stretch_for(trace, _config(setting), setting.load, start=start)
 
 
 def _one(folder: Path, setting: Setting, entry: str, stretch: float) -> Result:
     path = folder / setting.trace
     config = msgspec.structs.replace(entry_config(entry, _config(setting)), stretch=stretch)
-    return Result(setting, entry, stretch, _ideal(path, config.warmup), simulate(_trace(path), config))
+    ideal = _ideal(path, setting.requests, config.warmup)
+    return Result(setting, entry, stretch, ideal, simulate(_trace(path, setting.requests), config))
 
 
 def compare(results: Sequence[Result]) -> list[Comparison]:

@@ -71,6 +71,10 @@ class Trace(msgspec.Struct, frozen=True):
     def span_s(self) -> float:
         return self.requests[-1].at - self.requests[0].at
 
+    def first(self, requests: int) -> Trace:
+        """Its beginning; 0: all of it."""
+        return Trace(self.name, self.block_size, self.requests[:requests]) if requests else self
+
 
 def _trace(name: str, block_size: int, requests: Iterable[Request]) -> Trace:
     ordered = sorted(requests, key=lambda r: r.at)

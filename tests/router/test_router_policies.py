@@ -127,10 +127,9 @@ def test_one_hot_prefix_cannot_pile_up_beyond_the_skew(replicas: int, max_skew: 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_single_candidate_is_chosen_by_every_policy(name: str) -> None:
-    decision = policy(name).choose([candidate("only", requests=99)], REQUEST, explain=True)
+    decision = policy(name).choose([candidate("only", requests=99)], REQUEST)
     assert (decision.candidate.ref.replica, decision.reason) == ("only", "only_candidate")
-    assert decision.explanation is not None
-    assert decision.explanation.alternative is None
+    assert decision.explain().alternative is None
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -138,21 +137,21 @@ def test_a_single_candidate_is_chosen_by_every_policy(name: str) -> None:
 def test_an_explanation_is_bounded_and_never_changes_the_decision(name: str, data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 20)), min_size=1, max_size=90))
     fleet = [candidate(f"r{i}", reusable=16 * d, requests=r) for i, (d, r) in enumerate(shape)]
-    plain, explained = policy(name, 3).choose(fleet, REQUEST), policy(name, 3).choose(fleet, REQUEST, explain=True)
-    assert plain.candidate is explained.candidate
-    explanation = explained.explanation
-    assert explanation is not None
+    plain, explained = policy(name, 3), policy(name, 3)
+    for request in (REQUEST, RoutingRequest(prompt_tokens=512, now=1.0)):
+        decision = explained.choose(fleet, request)
+        explanation = decision.explain()
+        assert decision.candidate == plain.choose(fleet, request).candidate
     listed = [c.replica for c in explanation.candidates]
-    assert plain.candidate.ref.replica in listed
+    assert decision.candidate.ref.replica in listed
     assert len(listed) == len(set(listed)) == min(len(fleet), MAX_EXPLAINED)
     assert explanation.omitted == len(fleet) - len(listed)
-    assert explanation.alternative != str(plain.candidate.ref)
+    assert explanation.alternative != str(decision.candidate.ref)
 
 
 def test_an_explanation_names_terms_winner_and_the_better_one_that_was_ruled_out() -> None:
     fleet = [candidate("holder", reusable=512, requests=9), candidate("idle", reusable=32), candidate("other")]
-    explanation = policy("hybrid", max_skew=8).choose(fleet, REQUEST, explain=True).explanation
-    assert explanation is not None
+    explanation = policy("hybrid", max_skew=8).choose(fleet, REQUEST).explain()
     assert explanation.policy == "hybrid"
     assert explanation.parameters == {"max_skew": 8}
     assert explanation.alternative == "holder/0"

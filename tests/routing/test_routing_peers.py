@@ -54,8 +54,7 @@ def test_every_policy_documents_formula_source_and_defaults(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_every_policy_explains_what_it_looked_at(name: str) -> None:
-    explanation = policy(name).choose(ABC, prompt(1, session="s"), explain=True).explanation
-    assert explanation is not None
+    explanation = policy(name).choose(ABC, prompt(1, session="s")).explain()
     assert all("cost" in one.terms for one in explanation.candidates)
     assert explanation.formula == POLICIES[name].formula
 
@@ -107,8 +106,7 @@ def test_history_forgets_the_oldest() -> None:
         decided.choose(one, prompt(part))
     shares = []
     for part in (1, 2, 3):
-        explanation = decided.choose(one, prompt(part), explain=True, dry=True).explanation
-        assert explanation is not None
+        explanation = decided.choose(one, prompt(part), dry=True).explain()
         shares.append(explanation.candidates[0].terms["history_share"])
     assert shares == [0, 1, 1]
 

@@ -41,8 +41,7 @@ def candidate(
 
 def costs(decided: Policy, fleet: list[Candidate], **request: object) -> dict[str, float]:
     given = {"prompt_tokens": 10_000, "expected_output_tokens": 400.0, **request}
-    explanation = decided.choose(fleet, RoutingRequest(**given), explain=True).explanation  # type: ignore[arg-type]
-    assert explanation is not None
+    explanation = decided.choose(fleet, RoutingRequest(**given)).explain()  # type: ignore[arg-type]
     return {c.replica: c.terms["cost"] for c in explanation.candidates}
 
 
@@ -62,10 +61,7 @@ def test_the_terms_of_an_explanation_add_up_to_the_cost(shape: list[tuple[int, i
         for i, (d, p, q) in enumerate(shape)
     ]
     for parameters in ({}, {"decode_factor": 2.0, "stall_factor": 0.1}):
-        explanation = (
-            policy(**parameters).choose(fleet, RoutingRequest(prompt_tokens=10_000), explain=True).explanation
-        )
-        assert explanation is not None
+        explanation = policy(**parameters).choose(fleet, RoutingRequest(prompt_tokens=10_000)).explain()
         for one in explanation.candidates:
             parts = ("queue_s", "prefill_s", "price_s", "moving_s", "slowdown_s", "stall_s")
             assert sum(one.terms[part] for part in parts) == pytest.approx(one.terms["cost"])
@@ -76,8 +72,7 @@ def test_the_price_rises_with_load_up_to_its_bound_and_falls_again() -> None:
     busy, idle = [candidate("a", requests=1, prefills=1, tokens=1)], [candidate("a")]
 
     def weight(fleet: list[Candidate], now: float) -> float:
-        explanation = decided.choose(fleet, RoutingRequest(prompt_tokens=16, now=now), explain=True).explanation
-        assert explanation is not None
+        explanation = decided.choose(fleet, RoutingRequest(prompt_tokens=16, now=now)).explain()
         return explanation.candidates[0].terms["weight"]
 
     assert weight(idle, 0) == 3

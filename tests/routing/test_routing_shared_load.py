@@ -42,8 +42,8 @@ async def routers(redis_url: str) -> AsyncIterator[list[SharedReservations]]:
 
 async def seen(reservations: SharedReservations, ref: ReplicaRef = A) -> tuple[int, int, int]:
     await reservations.refresh()
-    pending = reservations.pending().get(ref)
-    return NONE if pending is None else (pending.requests, pending.prefills, pending.tokens)
+    (pending,) = reservations.totals([ref])
+    return pending.requests, pending.prefills, pending.tokens
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
