@@ -30,9 +30,13 @@ _MAX_SOCKET_PATH = 100
 """sockaddr_un holds 104 to 108 bytes, by platform."""
 _MAX_PORT = 55_535
 
-PAGE_TUNING = {"hash-max-ziplist-entries": "64", "hash-max-ziplist-value": "512"}
-"""Server settings that keep an ordinary page in its compact encoding: up to 32 blocks and 128 holders. Redis 7 and
-Valkey know the same settings as `hash-max-listpack-*` and still accept these names."""
+PAGE_TUNING = {
+    "hash-max-ziplist-entries": "64",
+    "hash-max-ziplist-value": "512",
+    "set-max-intset-entries": "4096",
+}
+"""Server settings that keep ordinary keys in their compact encoding: pages of up to 32 blocks and 128 holders, page
+sets of up to 4,096 pages. Redis 7 and Valkey call the first two `hash-max-listpack-*` and accept these names."""
 
 # PR_SET_PDEATHSIG survives exec; a hook between fork and exec would be unsafe in a threaded parent.
 _EXEC_BOUND_TO_PARENT = """

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from hashlib import sha1
 from importlib.resources import files
 from itertools import count
@@ -72,8 +72,8 @@ def script(name: str, *, after: str = "") -> Script:
 _READS = frozenset({"HGET", "HMGET"})
 _WIRED = _READS | {"SADD", "SREM", "PEXPIRE", "SCARD", "SRANDMEMBER"}
 """Commands whose replies mean the same raw as through redis-py."""
-_REDIRECTS = frozenset({"MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN", "READONLY", "LOADING", "MASTERDOWN"})
-"""What a cluster node says when another has to be asked, or later."""
+_ELSEWHERE = frozenset({"MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN", "READONLY", "LOADING", "MASTERDOWN", "NOSCRIPT"})
+"""What a cluster node says when another has to be asked, or later, or with more words."""
 _TYPED = {
     "NOPERM": NoPermissionError,
     "NOAUTH": AuthenticationError,
@@ -260,27 +260,29 @@ class RedisLink:
             else:
                 strays.append(i)
         replies: list[Any] = [None] * len(commands)
-
-        async def ask(node: ClusterNode, indices: list[int]) -> None:
-            wire = self._wire(node.name, reads, lambda: node.connection_class(**node.connection_kwargs))
-            for at in range(0, len(indices), MAX_PIPELINE):
-                some = indices[at : at + MAX_PIPELINE]
-                try:
-                    got = await self._sent(wire, [commands[i] for i in some])
-                except (RedisError, OSError, TimeoutError):
-                    strays.extend(indices[at:])
-                    return
-                for i, reply in zip(some, got, strict=True):
-                    if isinstance(reply, ReplyError) and str(reply).split(" ", 1)[0] in _REDIRECTS:
-                        strays.append(i)
+        for at in range(0, max(map(len, groups.values()), default=0), MAX_PIPELINE):
+            sent: list[tuple[list[int], asyncio.Future[list[Any]]]] = []
+            async with self._calls:
+                for name, indices in groups.items():
+                    some = indices[at : at + MAX_PIPELINE]
+                    make = partial(nodes[name].connection_class, **nodes[name].connection_kwargs)
+                    try:
+                        replying = await self._wire(name, reads, make).send([_by_digest(commands[i]) for i in some])
+                    except (RedisError, OSError, TimeoutError):
+                        strays += some
                     else:
-                        replies[i] = reply
-
-        if len(groups) == 1:
-            ((name, indices),) = groups.items()
-            await ask(nodes[name], indices)
-        else:
-            await asyncio.gather(*(ask(nodes[name], indices) for name, indices in groups.items()))
+                        sent.append((some, replying))
+                for some, replying in sent:
+                    try:
+                        got = await replying
+                    except (OSError, TimeoutError):
+                        strays += some
+                        continue
+                    for i, reply in zip(some, got, strict=True):
+                        if isinstance(reply, ReplyError) and str(reply).split(" ", 1)[0] in _ELSEWHERE:
+                            strays.append(i)
+                        else:
+                            replies[i] = reply
         for at in range(0, len(strays), MAX_PIPELINE):
             some = strays[at : at + MAX_PIPELINE]
             for i, reply in zip(some, await self._scattered(client, [commands[i] for i in some]), strict=True):

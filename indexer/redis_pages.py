@@ -87,9 +87,20 @@ class PageKeys:
         return self._pages + head
 
     def page_set(self, incarnation: Incarnation) -> bytes:
-        """SET of the heads of pages that may hold bits of one incarnation, slot by incarnation, TTL PAGE_SET_TTL_S;
-        8 bytes per page."""
+        """SET of the heads of pages that may hold bits of one incarnation, slot by incarnation, TTL PAGE_SET_TTL_S.
+        Heads are in it as numbers: a set of those is an array of 8 bytes each, until the server's setting for that is
+        exceeded; a thousand replicas that share a prefix have a thousand small ones."""
         return self._incarnations + incarnation.to_bytes(4, "big")
+
+    @staticmethod
+    def member(head: PageHead) -> int:
+        """A page as page sets have it."""
+        return int.from_bytes(head, "big", signed=True)
+
+    @staticmethod
+    def head_of(member: bytes) -> PageHead:
+        """The page behind a member of a page set."""
+        return PageHead(int(member).to_bytes(KEY_BYTES, "big", signed=True))
 
 
 class _Table(NamedTuple):
@@ -232,8 +243,8 @@ class PageWriter:
     async def held(self, incarnation: Incarnation, pages: int | None = None) -> dict[BlockKey, TierMask]:
         """Of all pages, or of that many at random."""
         key = self._keys.page_set(incarnation)
-        (heads,) = await self._link.run([("SMEMBERS", key) if pages is None else ("SRANDMEMBER", key, pages)])
-        contents = await self._read(incarnation, [PageHead(head) for head in heads])
+        (members,) = await self._link.run([("SMEMBERS", key) if pages is None else ("SRANDMEMBER", key, pages)])
+        contents = await self._read(incarnation, map(self._keys.head_of, members))
         return {key: tiers for content in contents.values() for key, tiers in content.own.items()}
 
     async def _put(
@@ -282,9 +293,9 @@ class PageWriter:
         self, incarnation: Incarnation, leaving: Iterable[PageHead], joining: Iterable[PageHead]
     ) -> list[Command]:
         """Commands that bring the incarnation's page set up to date."""
-        key = self._keys.page_set(incarnation)
-        commands: list[Command] = [("SREM", key, *some) for some in _batches(leaving, _MAX_HEADS)]
-        joins: list[Command] = [("SADD", key, *some) for some in _batches(joining, _MAX_HEADS)]
+        key, member = self._keys.page_set(incarnation), self._keys.member
+        commands: list[Command] = [("SREM", key, *map(member, some)) for some in _batches(leaving, _MAX_HEADS)]
+        joins: list[Command] = [("SADD", key, *map(member, some)) for some in _batches(joining, _MAX_HEADS)]
         if joins:
             joins.append(("PEXPIRE", key, PAGE_SET_TTL_S * 1000))
         return commands + joins

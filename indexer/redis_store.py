@@ -30,7 +30,6 @@ from ..proto.index import (
     Fleet,
     Incarnation,
     Match,
-    PageHead,
     ReplicaRef,
     ReplicaSpec,
     ReplicaStatus,
@@ -317,14 +316,15 @@ class RedisIndex:
             if budget <= 0:
                 break
             key = self._page_keys.page_set(incarnation)
-            (heads,) = await self._link.run([("SRANDMEMBER", key, budget)])
-            steps: list[Command] = [(_SWEEP_PAGE, self._page_keys.page(PageHead(h)), incarnation) for h in heads]
+            (members,) = await self._link.run([("SRANDMEMBER", key, budget)])
+            heads = map(self._page_keys.head_of, members)
+            steps: list[Command] = [(_SWEEP_PAGE, self._page_keys.page(head), incarnation) for head in heads]
             # The set shrinks after its pages are clean, so that a sweeper that dies in between leaves nothing behind.
             await self._link.run(steps)
-            for at in range(0, len(heads), _MAX_DEAD):
-                await self._link.run([("SREM", key, *heads[at : at + _MAX_DEAD])])
-            cleaned += len(heads)
-            if len(heads) == count:
+            for at in range(0, len(members), _MAX_DEAD):
+                await self._link.run([("SREM", key, *members[at : at + _MAX_DEAD])])
+            cleaned += len(members)
+            if len(members) == count:
                 reclaimed += 1
         if forgotten:
             await self._link.run([("HDEL", self._keys.registry, *forgotten)])

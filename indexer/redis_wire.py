@@ -133,13 +133,18 @@ class Wire:
     async def run(self, commands: Iterable[Packable]) -> list[Any]:
         """Replies to these commands, in order. Raises ConnectionError, TimeoutError, OSError, and what redis-py
         raises for a connection that cannot be made."""
+        return await (await self.send(commands))
+
+    async def send(self, commands: Iterable[Packable]) -> asyncio.Future[list[Any]]:
+        """As `run`, when the commands are on their way. Waits for nothing but a connection that is not open yet."""
         packed = [_pack(tuple(command)) for command in commands]
+        future: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         if not packed:
-            return []
+            future.set_result([])
+            return future
         replies = self._replies
         if replies is None or not replies.open:
             replies = await self._open()
-        future: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
 
         def bring(brought: list[Any] | Exception) -> None:
             if future.done():
@@ -150,7 +155,7 @@ class Wire:
                 future.set_result(brought)
 
         replies.send(b"".join(packed), len(packed), bring)
-        return await future
+        return future
 
     def post(self, commands: Sequence[tuple[str | bytes | int, ...]], bring: Bring, *, most: int) -> bool:
         """Send these commands if the connection is open and has fewer than `most` calls in flight: `bring` is called

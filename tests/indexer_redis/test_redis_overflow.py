@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import redis
-from metatrie.indexer.redis_pages import EMPTY_PAGE_TTL_S, PAGE_LIMIT
+from metatrie.indexer.redis_pages import EMPTY_PAGE_TTL_S, PAGE_LIMIT, PageKeys
 
 
 def _pages(url: str) -> dict[bytes, int]:
@@ -206,5 +206,6 @@ async def test_the_page_set_follows_what_is_held(redis_url: str, kit: Any, conne
     with redis.Redis.from_url(redis_url) as client:
         (page_set,) = client.scan_iter(b"mt:i:*")
         keys = kit.keys(prompts[0])
-        assert set(client.smembers(page_set)) == {keys[0], keys[32]}
+        assert {PageKeys.head_of(member) for member in client.smembers(page_set)} == {keys[0], keys[32]}
+        assert client.object("encoding", page_set) == b"intset"
         assert client.ttl(page_set) > 24 * 3600
