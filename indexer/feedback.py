@@ -4,7 +4,9 @@ Strategy. When a request is routed, the keys of the blocks it was predicted to h
 When the engine's own count arrives, the two are compared, and the index is asked again about just these keys: whether
 it still shows them tells a block that was evicted meanwhile from one the index should not have shown at all. A block
 that was evicted and then computed for this very request is back in the index by then; so before the index is blamed,
-the replica's consumer is asked when the block last left.
+the replica's consumer is asked when the missing blocks last left. Several are asked about, since one that leaves and
+returns within a single engine step is not seen to leave; engines evict ends of prompts before beginnings, so where a
+later block left after the decision, the earlier ones did.
 
 Causes, of requests (`outcome`), the first that fits:
   equal          served as predicted
@@ -48,6 +50,8 @@ DEFAULT_CUT_S: Final = 10.0
 SKEW_S: Final = 0.5
 """How far an engine's clock may be behind ours when it tells when a block left."""
 MAX_ANSWER_BYTES: Final = 64 << 10
+ASKED: Final = 8
+"""Missing blocks the consumer is asked about, from the first to the last."""
 _WEIGHT: Final = 0.05
 """Of the newest prediction in the share of failed ones: about the last 20 count."""
 _DEGRADED, _RESTORED = 0.3, 0.1
@@ -86,8 +90,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class Witness(Protocol):
     """Who can tell what a replica's cache went through."""
 
-    async def left_at(self, spec: ReplicaSpec, key: BlockKey) -> float | None:
-        """When the block last left the cache, in the engine's seconds since 1970; None if that is not known."""
+    async def left_at(self, spec: ReplicaSpec, keys: Sequence[BlockKey]) -> float | None:
+        """When any of these blocks last left the cache, in the engine's seconds since 1970; None if that is not
+        known."""
         ...
 
     async def close(self) -> None: ...
@@ -100,12 +105,12 @@ class ConsumerWitness:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._session: aiohttp.ClientSession | None = None
 
-    async def left_at(self, spec: ReplicaSpec, key: BlockKey) -> float | None:
+    async def left_at(self, spec: ReplicaSpec, keys: Sequence[BlockKey]) -> float | None:
         if spec.consumer is None:
             return None
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=self._timeout)
-        asked = BlocksRequest(keys=[key.hex()], replica=spec.ref.replica, dp_rank=spec.ref.dp_rank)
+        asked = BlocksRequest(keys=[key.hex() for key in keys], replica=spec.ref.replica, dp_rank=spec.ref.dp_rank)
         try:
             async with self._session.post(
                 f"{spec.consumer.rstrip('/')}/v1/blocks",
@@ -118,7 +123,7 @@ class ConsumerWitness:
                 answer = _decode_blocks(await response.content.read(MAX_ANSWER_BYTES))
         except (aiohttp.ClientError, TimeoutError, ValueError, msgspec.DecodeError):
             return None
-        return answer.blocks[0].left_ts if answer.blocks else None
+        return max((block.left_ts for block in answer.blocks if block.left_ts is not None), default=None)
 
     async def close(self) -> None:
         if self._session is not None:
@@ -202,11 +207,16 @@ class Feedbacks:
         return "last_block" if predicted - cached_tokens == size else "stale_index"
 
     async def _left_since(self, prediction: Prediction, block: int) -> bool:
-        """Whether this block of the prediction left the cache after the decision."""
-        key = BlockKey(prediction.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES])
-        if prediction.spec is None or not key:
+        """Whether blocks of the prediction, from this one on, left the cache after the decision."""
+        missing = _split(prediction.keys[block * KEY_BYTES :])
+        if prediction.spec is None or not missing:
             return False
-        left_at = await self._witness.left_at(prediction.spec, key)
+        asked = (
+            missing
+            if len(missing) <= ASKED
+            else [missing[i * (len(missing) - 1) // (ASKED - 1)] for i in range(ASKED)]
+        )
+        left_at = await self._witness.left_at(prediction.spec, asked)
         return left_at is not None and left_at >= prediction.decided_at - SKEW_S
 
     def learn(self, prediction: Prediction, judgement: Judgement, *, cached_tokens: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import aiohttp
@@ -52,13 +52,15 @@ class LocalConsumers:
         """Those running now."""
         return [consumer for consumer, _ in self._consumers.values()]
 
-    async def left_at(self, spec: ReplicaSpec, key: BlockKey) -> float | None:
-        """When a block last left this replica's cache (see indexer/feedback.py)."""
-        for (_, ref), (consumer, _) in self._consumers.items():
-            departure = consumer.departures.of(key) if ref == spec.ref else None
-            if departure is not None:
-                return departure.ts
-        return None
+    async def left_at(self, spec: ReplicaSpec, keys: Sequence[BlockKey]) -> float | None:
+        """When any of these blocks last left this replica's cache (see indexer/feedback.py)."""
+        departures = (
+            consumer.departures.of(key)
+            for (_, ref), (consumer, _) in self._consumers.items()
+            if ref == spec.ref
+            for key in keys
+        )
+        return max((departure.ts for departure in departures if departure is not None), default=None)
 
     async def close(self) -> None:
         """Nothing: leaving the context does it."""

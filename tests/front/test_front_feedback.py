@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 from aiohttp import web
-from metatrie.indexer.feedback import CAPACITY, ConsumerWitness, Feedbacks, Judgement, Prediction
+from metatrie.indexer.feedback import ASKED, CAPACITY, ConsumerWitness, Feedbacks, Judgement, Prediction
 from metatrie.indexer.memory import MemoryIndex, MemoryStore
 from metatrie.indexer.models import ModelConfig
 from metatrie.indexer.router import Router, RouterConfig
@@ -140,17 +140,21 @@ async def test_every_cause_is_told_apart(world: World, clock: Clock) -> None:
 
 
 async def test_a_block_that_left_and_came_back_was_evicted(world: World, eventually: Eventually) -> None:
-    """The consumer is asked, over HTTP, and what it says decides; one that cannot be asked changes nothing."""
-    said: list[float | None] = []
+    """The consumer is asked, over HTTP, and what it says of any missing block decides; one that cannot be asked
+    changes nothing."""
+    said: list[Sequence[float | None]] = []
     asked: list[Any] = []
 
     async def blocks(http: web.Request) -> web.Response:
         asked.append(await http.json())
-        evidence = {"key": asked[-1]["keys"][0], "state": "attached", "left_ts": said[-1]}
+        evidence = [
+            {"key": key, "state": "attached", "left_ts": left_ts}
+            for key, left_ts in zip(asked[-1]["keys"], said[-1], strict=True)
+        ]
         namespace = {"model": "m"}
         counts = dict.fromkeys(("next_seq", "parity_bad", "detached", "unhashable"), 0)
         rest = {"replica": "r", "dp_rank": 0, "state": "exact", "cause": "", "hash_mode": "auto", "parity": True}
-        return web.json_response({**rest, **counts, "namespace": namespace, "blocks": [evidence]})
+        return web.json_response({**rest, **counts, "namespace": namespace, "blocks": evidence})
 
     app = web.Application()
     app.router.add_post("/v1/blocks", blocks)
@@ -159,11 +163,21 @@ async def test_a_block_that_left_and_came_back_was_evicted(world: World, eventua
         feedbacks = Feedbacks(witness)
         spec = ReplicaSpec(ref=ReplicaRef("r"), engine="vllm", consumer=server.url)
         prediction = predicted(world.index, b"".join(world.keys[:4]), incarnation=world.incarnation, spec=spec)
-        for left_ts, outcome in ((None, "stale_index"), (998.0, "stale_index"), (1000.2, "evicted")):
-            said.append(left_ts)
+        for left, outcome in (
+            ((None, None, None), "stale_index"),
+            ((998.0, 997.0, None), "stale_index"),
+            ((1000.2, 1000.1, 1000.1), "evicted"),
+            ((None, None, 1000.2), "evicted"),  # the first left and came back within one step, unseen
+        ):
+            said.append(left)
             judgement = await feedbacks.judge(prediction, cached_tokens=16, prompt_tokens=100)
             assert judgement.outcome == outcome
-        assert asked[-1] == {"keys": [world.keys[1].hex()], "replica": "r", "dp_rank": 0}
+        assert asked[-1] == {"keys": [key.hex() for key in world.keys[1:4]], "replica": "r", "dp_rank": 0}
+        said.append((None,) * ASKED)
+        keys = [world.keys[0], *(BlockKey(i.to_bytes(8, "big")) for i in range(100))]
+        long = msgspec.structs.replace(prediction, keys=b"".join(keys), predicted_tokens=101 * 16)
+        assert (await feedbacks.judge(long, cached_tokens=0, prompt_tokens=100)).outcome == "stale_index"
+        assert (asked[-1]["keys"][0], asked[-1]["keys"][-1]) == (keys[0].hex(), keys[-1].hex())
         lost = msgspec.structs.replace(
             prediction, spec=ReplicaSpec(ref=spec.ref, engine="vllm", consumer="http://127.0.0.1:1")
         )
