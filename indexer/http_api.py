@@ -28,6 +28,7 @@ from ..proto.api import (
     FeedbackResponse,
     MatchRequest,
     MatchResponse,
+    PolicyList,
     RegisterReplica,
     ReplicaInfo,
     ReplicaList,
@@ -130,7 +131,7 @@ def endpoints(
         caller = authenticate(request)
         if caller.tenant is not None and not caller.trusted:
             raise Forbidden(
-                "only a trusted caller may see or change replicas",
+                "only a trusted caller may see or change what tenants share",
                 remedy="authenticate as a caller configured as trusted",
             )
 
@@ -216,6 +217,10 @@ def endpoints(
         await router.refresh()
         return web.Response(status=204)
 
+    async def policies(request: web.Request) -> web.Response:
+        operator(request)
+        return reply(request, router.policies())
+
     async def alive(request: web.Request) -> web.Response:
         return reply(request, Status(status="alive"))
 
@@ -278,6 +283,10 @@ def endpoints(
             method="DELETE", path="/v1/reservations/{id}", handler=free, status=204,
             text="A routed request is over", problems={404: "No such reservation"},
             parameters=[Parameter(name="id", path=True, text="The `reservation` of a route answer")],
+        ),
+        Endpoint(
+            method="GET", path="/v1/policies", handler=policies, response=PolicyList,
+            text="How requests for each model are placed", problems={403: "The caller is not trusted"},
         ),
         Endpoint(
             method="GET", path="/v1/replicas", handler=list_replicas, response=ReplicaList,

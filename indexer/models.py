@@ -33,6 +33,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Other names clients may use for it."""
     adapters: tuple[Name, ...] = ()
     """LoRA adapters its engines serve, beside those they list themselves."""
+    policy: dict[str, str | int | float] = {}
+    """Its own routing policy: `name` (else the router's) and parameters, over the router's own for that policy."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,6 +47,8 @@ from ..proto.api import (
     MatchedReplica,
     MatchRequest,
     MatchResponse,
+    PolicyInfo,
+    PolicyList,
     PromptRequest,
     ReplicaInfo,
     ReplicaList,
@@ -139,7 +141,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     models: dict[str, ModelConfig] = {}
     """What is declared about models: tokenizers, aliases, adapters."""
     decisions: int = DEFAULT_DECISIONS
-    """Decisions remembered, for `GET /v1/decisions`; 0: none, which saves explaining them."""
+    """Decisions remembered, for `GET /v1/decisions`; 0: none."""
     decision_log: str | None = None
     """File every decision is appended to, as JSON lines; keys and lengths, no tokens or text."""
     max_decision_log_bytes: int = 256 << 20
@@ -153,8 +155,21 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             make_policy(self.policy, {}, random.Random())
             for name, parameters in self.policies.items():
                 make_policy(name, parameters, random.Random(), field=f"policies.{name}")
+            for model in self.models:
+                name, parameters = self.policy_of(model)
+                make_policy(name, parameters, random.Random(), field=f"models.{model}.policy")
         except InvalidField as error:
             raise ConfigError(error.field or "policies", error.detail, error.remedy or "") from None
+
+    def policy_of(self, model: str, name: str | None = None) -> tuple[str, dict[str, int | float]]:
+        """A model's policy with its parameters, or another's that a request names."""
+        own = self.models[model].policy if model in self.models else {}
+        configured = str(own.get("name", self.policy))
+        chosen = name or configured
+        parameters = dict(self.policies.get(chosen, {}))
+        if chosen == configured:
+            parameters |= {key: value for key, value in own.items() if key != "name"}  # type: ignore[misc]  # checked at start
+        return chosen, parameters
 
 
 _RANGES: Mapping[str, tuple[float, float]] = {
@@ -436,7 +451,7 @@ class Router:
         self._feedbacks = Feedbacks(self._witness, clock=clock)
         self._spaces: dict[NamespaceId, _Space] = {}
         self._by_model: dict[str, list[_Space]] = {}
-        self._policies: dict[tuple[str, str], Policy] = {}
+        self._policies: dict[tuple[str, str | None], Policy] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         log = self.config.decision_log
@@ -993,14 +1008,31 @@ class Router:
                 self._placements.sent(reservation, incarnation, keys, chosen.matched_blocks, now, lag_s=lag_s)
 
     def _policy(self, request: RouteRequest) -> Policy:
-        """One instance per known model and policy, since some remember."""
-        name = request.policy or self.config.policy
-        key = request.model, name
-        policy = self._policies.get(key)
+        return self._policy_of(self.models.resolve(request.model).model, request.policy)
+
+    def _policy_of(self, model: str, name: str | None) -> Policy:
+        """One instance per known model and policy, since some remember. name: None for the model's own."""
+        policy = self._policies.get((model, name))
         if policy is None:
-            policy = make_policy(name, self.config.policies.get(name, {}), self._rng)
-            self._policies[key] = policy
+            kind, parameters = self.config.policy_of(model, name)
+            policy = self._policies.get((model, kind)) or make_policy(kind, parameters, self._rng)
+            self._policies[model, name] = self._policies[model, kind] = policy
         return policy
+
+    def policies(self) -> PolicyList:
+        """What places the requests of each model, declared or seen, that do not name a policy themselves."""
+        infos = []
+        for model in sorted({*self._by_model, *self.config.models}):
+            policy = self._policy_of(model, None)
+            infos.append(
+                PolicyInfo(
+                    model=model,
+                    policy=policy.name,
+                    formula=policy.formula,
+                    parameters=msgspec.structs.asdict(policy.parameters),
+                )
+            )
+        return PolicyList(policies=infos)
 
     def _candidates(self, answer: _Answer) -> Candidates:
         """Whom a policy may choose from: the live; without any, those that were live when last seen; else all; and

@@ -69,6 +69,21 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Replicas whose blocks count now."""
 
 
+class PolicyInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """How requests for one model are placed, unless they name a policy themselves."""
+
+    model: str
+    policy: str
+    formula: str
+    parameters: dict[str, float]
+
+
+class PolicyList(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `GET /v1/policies`."""
+
+    policies: list[PolicyInfo]
+
+
 # Replicas
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from metatrie.indexer.load import LocalReservations
 from metatrie.indexer.memory import MemoryStore
+from metatrie.indexer.models import ModelConfig
 from metatrie.indexer.policies import POLICIES
 from metatrie.indexer.router import RouterConfig
 from metatrie.proto.errors import ConfigError
@@ -234,3 +235,52 @@ def test_a_wrong_setting_is_named_on_construction(settings: dict[str, object], n
     with pytest.raises(ConfigError) as refused:
         RouterConfig(**settings)
     assert refused.value.setting == named
+
+
+OWN = RouterConfig(
+    policy="least_loaded",
+    policies={"hybrid": {"max_skew": 2}},
+    models={
+        "m": ModelConfig(policy={"name": "affinity_only"}, aliases=("alias",)),
+        "h": ModelConfig(policy={"name": "hybrid"}),
+        "k": ModelConfig(policy={"name": "hybrid", "max_skew": 5}),
+        "l": ModelConfig(),
+    },
+)
+
+
+async def test_a_model_may_have_a_policy_of_its_own(serve_api: ServeApi, store: MemoryStore, hold: Hold) -> None:
+    api = await serve_api(store, OWN)
+    await hold("a", TOKENS)
+    assert [(await api.route(token_ids=TOKENS, model=name))["policy"] for name in ("m", "alias")] == [
+        "affinity_only",
+        "affinity_only",
+    ]
+    assert (await api.route(token_ids=TOKENS, policy="round_robin"))["policy"] == "round_robin"
+    listed = (await api.call("GET", "/v1/policies")).json["policies"]
+    assert [(p["model"], p["policy"], p["parameters"]) for p in listed] == [
+        ("h", "hybrid", {"max_skew": 2}),
+        ("k", "hybrid", {"max_skew": 5}),
+        ("l", "least_loaded", {}),
+        ("m", "affinity_only", {}),
+    ]
+    assert listed[0]["formula"] == POLICIES["hybrid"].formula
+    assert (await api.route(token_ids=TOKENS, explain=True))["explanation"]["policy"] == "affinity_only"
+
+
+@pytest.mark.parametrize(
+    ("policy", "setting", "remedy"),
+    [
+        ({"name": "best"}, "models.m.policy", "hybrid"),
+        ({"name": "hybrid", "skew": 1}, "models.m.policy.skew", "max_skew"),
+        ({"name": "hybrid", "max_skew": -1}, "models.m.policy.max_skew", "hybrid"),
+        ({"max_skew": 1}, "models.m.policy.max_skew", "base_weight"),
+    ],
+)
+def test_a_models_policy_that_does_not_fit_is_refused_by_name(
+    policy: dict[str, str | int | float], setting: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        RouterConfig(models={"m": ModelConfig(policy=policy)})
+    assert refused.value.setting == setting
+    assert remedy in str(refused.value)
