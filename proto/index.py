@@ -17,7 +17,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
-from operator import attrgetter
 from typing import Annotated, Final, Literal, NewType, Protocol, Self, cast, overload, runtime_checkable
 
 import msgspec
@@ -237,12 +236,14 @@ class PackedWrites(Sequence[BlockWrite]):
     @staticmethod
     def merged(parts: Sequence[PackedWrites]) -> PackedWrites:
         """The newest state of every block, of parts in the order they arose, in the order `Index.write` asks for:
-        what appears with parents first, then what goes with children first."""
+        what appears with parents first, then what goes with children first. Blocks of a page come together, so that
+        whatever is cut off of this names few pages."""
         if kernel is not None:
             return PackedWrites(kernel.merge_writes([part.raw for part in parts]))
         newest = {write.key: write for part in parts for write in part}
-        appear = sorted((w for w in newest.values() if w.tiers), key=attrgetter("depth"))
-        vanish = sorted((w for w in newest.values() if not w.tiers), key=attrgetter("depth"), reverse=True)
+        appear, vanish = [w for w in newest.values() if w.tiers], [w for w in newest.values() if not w.tiers]
+        appear.sort(key=lambda w: (w.depth // PAGE_SPAN, w.head, w.depth))
+        vanish.sort(key=lambda w: (-(w.depth // PAGE_SPAN), w.head, -w.depth))
         return PackedWrites.of(appear + vanish)
 
 

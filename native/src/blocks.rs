@@ -12,7 +12,7 @@
 
 use crate::chain;
 use crate::copies::Copies;
-use crate::writes::{self, mix, Key, KeyHash, Write};
+use crate::writes::{self, mix, Key, KeyHash, Write, PAGE_SPAN};
 use hashbrown::HashTable;
 use pyo3::exceptions::{PyReferenceError, PyValueError};
 use pyo3::prelude::*;
@@ -21,9 +21,8 @@ use std::collections::HashMap;
 
 const NONE: u32 = u32::MAX;
 const CHUNK: usize = 1024;
-/// `THROUGH` and `PAGE_SPAN` of proto/index.py.
+/// Of proto/index.py.
 const THROUGH: u8 = 1 << 3;
-const PAGE_SPAN: u32 = 32;
 
 const DIGEST: u16 = 1;
 /// The digest is an engine's own name, 8 bytes.

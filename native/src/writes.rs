@@ -3,6 +3,8 @@
 use std::collections::hash_map::{Entry, HashMap};
 
 pub const SIZE: usize = 32;
+/// Of proto/index.py: depths per page.
+pub const PAGE_SPAN: u32 = 32;
 pub type Key = [u8; 8];
 
 /// The absolute state of one block.
@@ -57,10 +59,13 @@ pub fn newest<'a>(parts: &[&'a [u8]]) -> Vec<&'a [u8]> {
     all
 }
 
-/// The same, what appears with parents first, then what goes with children first.
+/// The same in the order of writing: what appears with parents first, then what goes with children first, page by page.
 pub fn merge(parts: &[&[u8]]) -> Vec<u8> {
     let mut all = newest(parts);
-    all.sort_by_key(|write| if tiers(write) > 0 { (false, depth(write)) } else { (true, u32::MAX - depth(write)) });
+    all.sort_by_key(|write| {
+        let (gone, page, depth) = (tiers(write) == 0, depth(write) / PAGE_SPAN, depth(write));
+        if gone { (gone, u32::MAX - page, head(write), u32::MAX - depth) } else { (gone, page, head(write), depth) }
+    });
     all.concat()
 }
 

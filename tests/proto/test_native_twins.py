@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from array import array
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ from metatrie.proto.hashing import (
 )
 from metatrie.proto.http import Body, PromptBody
 from metatrie.proto.http_front import HotHead
-from metatrie.proto.index import BlockWrite, PackedWrites, PageHead, TierMask
+from metatrie.proto.index import PAGE_SPAN, BlockWrite, PackedWrites, PageHead, TierMask
 from metatrie.proto.native import kernel
 
 needs_kernel = pytest.mark.skipif(
@@ -286,7 +287,7 @@ WRITES = st.lists(
         key=KEYS,
         parent=KEYS | st.none(),
         head=KEYS.map(PageHead),
-        depth=st.integers(0, 2**32 - 1),
+        depth=st.integers(0, 70) | st.integers(0, 2**32 - 1),
         tiers=st.integers(0, 15).map(TierMask),
     ),
     max_size=12,
@@ -310,10 +311,18 @@ def test_merged_writes_are_the_newest_in_the_order_of_writing(parts: list[list[B
     newest = {write.key: write for part in parts for write in part}
     assert {write.key: write for write in merged} == newest
     assert len(merged) == len(newest)
-    appear = [write.depth for write in merged if write.tiers]
-    vanish = [write.depth for write in merged if not write.tiers]
-    assert [bool(write.tiers) for write in merged] == [True] * len(appear) + [False] * len(vanish)
-    assert (appear, vanish) == (sorted(appear), sorted(vanish, reverse=True))
+    appear = [write for write in merged if write.tiers]
+    vanish = [write for write in merged if not write.tiers]
+    assert merged == appear + vanish
+    for order in (appear, vanish[::-1]):
+        spans = [write.depth // PAGE_SPAN for write in order]
+        assert spans == sorted(spans)
+        for _, page in groupby(order, key=lambda write: (write.depth // PAGE_SPAN, write.head)):
+            depths = [write.depth for write in page]
+            assert depths == sorted(depths)
+    for order in (appear, vanish):
+        pages = [page for page, _ in groupby(order, key=lambda write: (write.depth // PAGE_SPAN, write.head))]
+        assert len(pages) == len(set(pages))
 
 
 @given(WRITES)
