@@ -14,7 +14,7 @@ import aiohttp
 import metatrie
 import pytest
 import yaml
-from metatrie.scripts.stack import StackConfig, running
+from metatrie.scripts.stack import Child, StackConfig, running
 
 DEPLOY = Path(metatrie.__file__).parent / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
@@ -45,12 +45,17 @@ def environment(container: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def tenants_file(folder: Path) -> Path:
+    file = folder / "tenants.toml"
+    file.write_text('shared = true\n[tenants.acme]\ntokens = ["0123456789abcdef"]\n')
+    file.chmod(0o440)  # as the volume has it
+    return file
+
+
 @pytest.mark.parametrize("name", ["router", "metatrie"])
 async def test_a_process_starts_as_its_manifest_has_it(name: str, tmp_path: Path, redis_url: str) -> None:
     container = containers()[name]
-    tenants = tmp_path / "tenants.toml"
-    tenants.write_text('shared = true\n[tenants.acme]\ntokens = ["0123456789abcdef"]\n')
-    tenants.chmod(0o440)  # as the volume has it
+    tenants = tenants_file(tmp_path)
     args = [a.replace("/etc/metatrie/", f"{KUBERNETES}/") for a in container["args"]]
     given = environment(container)
     here = {  # what is another on this machine
@@ -114,15 +119,22 @@ def test_no_service_can_set_an_option() -> None:
             assert document["spec"]["template"]["spec"]["enableServiceLinks"] is False
 
 
-async def test_alerts_and_dashboard_ask_for_metrics_there_are() -> None:
+async def test_alerts_and_dashboard_ask_for_metrics_there_are(tmp_path: Path) -> None:
     rules = [r for g in yaml.safe_load((DEPLOY / "prometheus/alerts.yaml").read_text())["groups"] for r in g["rules"]]
     panels = json.loads((DEPLOY / "grafana/metatrie.json").read_text())["panels"]
     asked = [r["expr"] for r in rules] + [t["expr"] for p in panels for t in p["targets"]]
     names = {re.sub(r"_bucket$", "", name) for expr in asked for name in re.findall(r"\bmetatrie_\w+", expr)}
     shown: set[str] = set()
-    async with running(StackConfig(engines=1, port=0)) as stack, aiohttp.ClientSession() as session:
-        for url in (stack.router_url, stack.engines[0].sidecar_url):
-            async with session.get(f"{url}/metrics") as response:
-                shown |= set(re.findall(r"^# HELP (metatrie_\S+)", await response.text(), re.MULTILINE))
+    with_tenants = Child(
+        "serve", ["serve", "--port", "0", "--tenants", str(tenants_file(tmp_path))], tmp_path / "log"
+    )
+    try:
+        serve = (await with_tenants.start())["url"]
+        async with running(StackConfig(engines=1, port=0)) as stack, aiohttp.ClientSession() as session:
+            for url in (stack.router_url, stack.engines[0].sidecar_url, serve):
+                async with session.get(f"{url}/metrics") as response:
+                    shown |= set(re.findall(r"^# HELP (metatrie_\S+)", await response.text(), re.MULTILINE))
+    finally:
+        await with_tenants.stop()
     assert len(names) > 20
     assert names <= shown
