@@ -68,6 +68,10 @@ MODELS_EVERY: Final = 10
 BUSY_S: Final = 1.0
 """How long an engine that answered 429 or 503 is left alone."""
 HEADER: Final = "X-Metatrie-"
+CHARACTERS: Final = 4
+"""Of text in a token, about."""
+MEDIA_TOKENS: Final = 1024
+"""What an image becomes, about."""
 
 _NOT_TOKENISED: Final = "the prompt could not be tokenised here; placed by load alone"
 _HOP_BY_HOP: Final = frozenset(
@@ -374,7 +378,7 @@ class Proxy:
             fields=fields,
             body=_with(raw, changes) if changes else raw,
             tokens=tokens,
-            at_least=0 if tokens.note is None else len(tokens.ids) + len(raw) // 4,
+            at_least=0 if tokens.note is None else max(len(tokens.ids), _about(fields)),
             one_prompt=one_prompt,
         )
 
@@ -803,6 +807,28 @@ def _has_uuid(messages: Any) -> bool:
         for part in message["content"]
     )
     return any(isinstance(part, dict) and part.get("uuid") is not None for part in parts)
+
+
+def _about(fields: _Fields) -> int:
+    """Tokens of a prompt that could not be tokenised, about; 1 or more. An image counts the same however many bytes
+    it has: what it becomes depends on the model, and hardly on how it was compressed."""
+    characters, media = 0, int(fields.prompt_embeds is not None)
+    several = isinstance(fields.prompt, list) and fields.prompt and not isinstance(fields.prompt[0], int)
+    parts: list[Any] = [fields.prompt[0] if several else fields.prompt]
+    for message in fields.messages if isinstance(fields.messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        parts += content if isinstance(content, list) else [content]
+    for part in parts:
+        match part:
+            case str() as text:
+                characters += len(text)
+            case {"text": str() as text}:
+                characters += len(text)
+            case {"type": _}:
+                media += 1
+            case list() as ids:
+                characters += CHARACTERS * len(ids)
+    return max(1, characters // CHARACTERS + MEDIA_TOKENS * media)
 
 
 def _with(raw: bytes, changes: Mapping[str, str]) -> bytes:

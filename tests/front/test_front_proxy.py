@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 from metatrie.indexer.load import LocalReservations
 from metatrie.indexer.models import ModelConfig
-from metatrie.indexer.proxy import HEADER, ProxyConfig
+from metatrie.indexer.proxy import HEADER, MEDIA_TOKENS, ProxyConfig
 from metatrie.indexer.router import RouterConfig
 from yarl import URL
 
@@ -499,6 +499,27 @@ async def test_media_is_matched_up_to_its_message_and_says_so(open_front: OpenFr
     assert int(headers[HEADER + "Prompt-Blocks"]) == whole_first_message // 16
     _, answer, _ = await front.post("/v1/match", {"model": "m", "messages": messages})
     assert "media" in answer["note"]
+
+
+async def test_an_image_weighs_the_same_however_many_bytes_it_has(
+    open_front: OpenFront, scripted: StartScripted
+) -> None:
+    """Or one photograph would count as a hundred prompts, and turn everybody else away from its replica."""
+    reserved: list[int] = []
+
+    async def look(http: web.Request) -> web.StreamResponse:
+        _, answer = await front.get("/v1/replicas")
+        reserved.append(answer["replicas"][0]["load"]["reserved_tokens"])
+        return await fine(http)
+
+    engine = await scripted(look)
+    front = await open_front(urls=[engine.url], router=BYTES)
+    for size in (100, 1_000_000):
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * size}}
+        content = [{"type": "text", "text": "what is in this picture?" * 10}, image]
+        body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+        assert (await front.post("/v1/chat/completions", body))[0] == 200
+    assert reserved == [MEDIA_TOKENS + 60] * 2
 
 
 @pytest.mark.parametrize(
