@@ -115,6 +115,24 @@ class Holdings:
         """The bits of those who hold a block."""
         return self._masks.get(key, 0)
 
+    def walk(self, keys: list[BlockKey], start: int, stop: int, alive: int) -> tuple[list[tuple[int, int]], int]:
+        """Follow a chain's blocks from start, a page's first, to stop. alive: bits of those who hold all before.
+        Returns (bits, blocks) of those who hold exactly that many, in order, and the bits of those who hold all.
+
+        Within a page a holder of its first and last block on a chain holds those between."""
+        ended: list[tuple[int, int]] = []
+        probe = self._masks.get
+        while alive and start < stop:
+            end = min(start + PAGE_SPAN, stop)
+            if probe(keys[start], 0) & probe(keys[end - 1], 0) & alive != alive:
+                for depth in range(start, end):
+                    mask = probe(keys[depth], 0) & alive
+                    if mask != alive:
+                        ended.append((alive ^ mask, depth))
+                        alive = mask
+            start = end
+        return ended, alive
+
     def tiers(self, slot: int, keys: list[BlockKey], blocks: int) -> tuple[int, int, int]:
         """How many of the first `blocks` blocks of a chain, all held, have their fastest copy in which tier."""
         counts = [0, 0, 0]

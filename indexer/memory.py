@@ -219,26 +219,20 @@ class MemoryIndex:
 
     def match_quickly(self, chain: Chain) -> Match:
         snapshot = self._read_registry()
-        alive, total, probe = snapshot.live, chain.blocks, self._holdings.mask
+        alive, total, walk = snapshot.live, chain.blocks, self._holdings.walk
+        # Most prompts nobody holds part with the first block, which is hashed faster alone than with its page.
+        if not total or not self._holdings.mask(chain.first()) & alive:
+            return Match(snapshot.fleet, {})
         ended: list[tuple[int, int]] = []
         """(bits, blocks): those who hold exactly that many leading blocks."""
         keys: list[BlockKey] = []
         start, ahead = 0, PAGE_SPAN
         while alive and start < total:
-            if start >= len(keys):
-                keys = chain.keys(start + ahead)
-                ahead = min(2 * ahead, _MAX_CHUNK)
-            stop = min(start + PAGE_SPAN, total)
-            first = probe(keys[start]) & alive
-            if first != alive:
-                ended.append((alive ^ first, start))
-                alive = first
-            if alive and probe(keys[stop - 1]) & alive != alive:
-                for depth in range(start + 1, stop):
-                    mask = probe(keys[depth]) & alive
-                    if mask != alive:
-                        ended.append((alive ^ mask, depth))
-                        alive = mask
+            keys = chain.keys(start + ahead)
+            ahead = min(2 * ahead, _MAX_CHUNK)
+            stop = min(len(keys) // PAGE_SPAN * PAGE_SPAN if len(keys) < total else total, total)
+            left, alive = walk(keys, start, stop, alive)
+            ended += left
             start = stop
         ended.append((alive, total))
         depths: dict[Incarnation, Depth] = {}

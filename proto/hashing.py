@@ -263,7 +263,7 @@ class SpanMemo:
 
 # One per process, since prompts for all models and routers share prefixes with themselves only.
 _memo = SpanMemo(MEMO_SPANS)
-_native_memo = None if kernel is None else kernel.SpanMemo(MEMO_SPANS)
+_native_memo = None if kernel is None else kernel.SpanMemo(2 * MEMO_SPANS)  # its spans have 16 blocks
 
 
 class Chain:
@@ -309,6 +309,16 @@ class Chain:
             extend = self._extend_natively if kernel is not None else self._extend
             extend(len(keys), count)
         return keys
+
+    def first(self) -> BlockKey:
+        """Key of the first block, of which there must be one, hashed alone where nothing is hashed yet."""
+        if self._keys or self._extras is not None:
+            return self.keys(1)[0]
+        size = self.block_size
+        packed = None if kernel is None else packed_tokens(self._tokens, 0, size)
+        if kernel is None or packed is None:
+            return block_key(block_hash(self._hash, self._tokens[:size]))
+        return block_key(kernel.chain_hashes(self._hash, packed, size)[0])
 
     def _extend_natively(self, start: int, stop: int) -> None:
         assert kernel is not None

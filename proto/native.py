@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Final, Protocol, cast
 
-INTERFACE: Final = 8
+INTERFACE: Final = 9
 """Version of the functions below; a kernel of another one is not used."""
 PURE_VARIABLE: Final = "METATRIE_PURE"
 
@@ -42,7 +42,7 @@ class Kernel(Protocol):
         ...
 
     def SpanMemo(self, capacity: int) -> object:  # noqa: N802 -- a class
-        """Hashes of `capacity` spans seen before, the ones asked for last; about 350 bytes each."""
+        """Hashes of `capacity` spans seen before, the ones asked for last; about 220 bytes each."""
         ...
 
     def chain_hashes(self, parent: bytes, tokens: bytes, block_size: int) -> list[bytes]:

@@ -155,6 +155,25 @@ impl Masks {
         }
     }
 
+    /// Do all of these hold the block?
+    fn covers(&self, key: &Key, alive: &[u64]) -> bool {
+        self.words(key, alive.len()).zip(alive).all(|(word, &alive)| word & alive == alive)
+    }
+
+    /// Leave of these only those who hold the block. Returns the others.
+    fn part(&self, key: &Key, alive: &mut [u64]) -> Vec<u64> {
+        let gone = self.words(key, alive.len()).zip(alive.iter()).map(|(word, &alive)| alive & !word).collect::<Vec<_>>();
+        alive.iter_mut().zip(&gone).for_each(|(alive, gone)| *alive &= !gone);
+        gone
+    }
+
+    /// The first `count` words of a block's mask.
+    fn words(&self, key: &Key, count: usize) -> impl Iterator<Item = u64> + '_ {
+        let wide = if count > 1 { self.wide.get(key) } else { None };
+        let further = wide.into_iter().flatten().copied().chain(std::iter::repeat(0));
+        std::iter::once(self.narrow(key)).chain(further).take(count)
+    }
+
     fn narrow(&self, key: &Key) -> u64 {
         self.narrow.find(spread(key), |(at, _)| at == key).map_or(0, |&(_, mask)| mask)
     }
@@ -208,6 +227,25 @@ impl Holdings {
         let page = self.holders.get(&slot).and_then(|holder| holder.pages.get(&head));
         page.ok_or_else(|| PyKeyError::new_err("it holds no such page"))
     }
+}
+
+/// A mask as words, the lowest first.
+fn words_of(mask: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+    if let Ok(word) = mask.extract::<u64>() {
+        return Ok(vec![word]);
+    }
+    let words = mask.call_method0("bit_length")?.extract::<usize>()?.div_ceil(64);
+    let bytes = mask.call_method1("to_bytes", (8 * words, "little"))?;
+    let bytes = bytes.cast::<PyBytes>()?.as_bytes();
+    Ok(bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default())).collect())
+}
+
+fn int_of<'py>(py: Python<'py>, words: &[u64]) -> PyResult<Bound<'py, PyAny>> {
+    if let [word] = words {
+        return Ok(word.into_pyobject(py)?.into_any());
+    }
+    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    py.get_type::<PyInt>().call_method1("from_bytes", (PyBytes::new(py, &bytes), "little"))
 }
 
 fn key_at(keys: &Bound<'_, PyList>, at: usize) -> PyResult<Key> {
@@ -279,11 +317,34 @@ impl Holdings {
         let narrow = self.masks.narrow(key);
         match if self.masks.wide.is_empty() { None } else { self.masks.wide.get(key) } {
             None => Ok(narrow.into_pyobject(py)?.into_any()),
-            Some(words) => {
-                let bytes: Vec<u8> = std::iter::once(&narrow).chain(words).flat_map(|word| word.to_le_bytes()).collect();
-                py.get_type::<PyInt>().call_method1("from_bytes", (PyBytes::new(py, &bytes), "little"))
-            }
+            Some(words) => int_of(py, &[&[narrow], words.as_slice()].concat()),
         }
+    }
+
+    fn walk<'py>(
+        &self,
+        keys: &Bound<'py, PyList>,
+        start: usize,
+        stop: usize,
+        alive: &Bound<'py, PyAny>,
+    ) -> PyResult<(Vec<(Bound<'py, PyAny>, usize)>, Bound<'py, PyAny>)> {
+        let py = keys.py();
+        let mut alive = words_of(alive)?;
+        let mut ended = Vec::new();
+        let mut at = start;
+        while at < stop && alive.iter().any(|&word| word != 0) {
+            let end = stop.min(at + PAGE_SPAN);
+            let whole = self.masks.covers(&key_at(keys, at)?, &alive) && self.masks.covers(&key_at(keys, end - 1)?, &alive);
+            for depth in if whole { end..end } else { at..end } {
+                let key = key_at(keys, depth)?;
+                if !self.masks.covers(&key, &alive) {
+                    let gone = self.masks.part(&key, &mut alive);
+                    ended.push((int_of(py, &gone)?, depth));
+                }
+            }
+            at = end;
+        }
+        Ok((ended, int_of(py, &alive)?))
     }
 
     fn tiers(&self, slot: usize, keys: &Bound<'_, PyList>, blocks: usize) -> PyResult<(usize, usize, usize)> {

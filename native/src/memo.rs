@@ -4,7 +4,7 @@
 //! kept gives a token away, and nobody who cannot read our memory can make two spans meet. Looking one up costs a
 //! fifth of hashing it.
 //!
-//! Bound: `capacity` spans, about 350 bytes each, in two generations: what was not asked for during a whole generation
+//! Bound: `capacity` spans, about 220 bytes each, in two generations: what was not asked for during a whole generation
 //! is forgotten.
 
 use crate::chain::Hash;
@@ -13,8 +13,9 @@ use std::collections::hash_map::RandomState;
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher};
 
-/// Blocks per span: those of a page.
-pub const SPAN: usize = 32;
+/// Blocks per span: half a page's. The fewer, the less is hashed again where a prompt parts from a known one, and the
+/// more there is to look up.
+pub const SPAN: usize = 16;
 pub const KEY_BYTES: usize = 8;
 
 pub struct Span {
