@@ -9,7 +9,7 @@ returns within a single engine step is not seen to leave; engines evict ends of 
 later block left after the decision, the earlier ones did.
 
 Causes, of requests (`outcome`), the first that fits:
-  equal          served as predicted
+  equal          served as predicted; of a prompt known in part, at least that
   tokenisation   the engine counted other prompt tokens: the text was tokenised differently, nothing else can be told
   unseen         more was served than predicted: the index lags behind the engine
   unfinished     the index knew no more than was served; the rest was counted on from requests on their way there
@@ -195,7 +195,7 @@ class Feedbacks:
         if cached_tokens == predicted:
             return "equal"
         if cached_tokens > predicted:
-            return "unseen"
+            return "unseen" if prediction.whole else "equal"  # nothing was said of the rest
         if cached_tokens >= prediction.indexed_tokens:
             return "unfinished"
         shown = 0

@@ -139,6 +139,13 @@ async def test_every_cause_is_told_apart(world: World, clock: Clock) -> None:
     assert (await world.router.feedback(feedback)).outcome is None, "only the first counts"
 
 
+async def test_of_a_prompt_known_in_part_only_that_part_is_compared(world: World) -> None:
+    feedbacks = Feedbacks(ConsumerWitness())
+    partly = predicted(world.index, b"".join(world.keys[:4]), incarnation=world.incarnation, whole=False)
+    for cached, outcome in ((64, "equal"), (320, "equal"), (48, "last_block")):
+        assert (await feedbacks.judge(partly, cached_tokens=cached, prompt_tokens=500)).outcome == outcome
+
+
 async def test_a_block_that_left_and_came_back_was_evicted(world: World, eventually: Eventually) -> None:
     """The consumer is asked, over HTTP, and what it says of any missing block decides; one that cannot be asked
     changes nothing."""
