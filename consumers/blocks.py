@@ -297,9 +297,19 @@ class BlockTable:
         old: dict[Node, int] = {}
         for node in dirty:
             self._attach(node, old)
-        for node, mask in old.items():
-            if node.mask != mask:
-                self._emit(node, mask)
+        changed = [(node, was) for node, was in old.items() if node.mask != was]
+        # What goes gives up its keys first, so that nobody who takes one over is thought to share it.
+        for node, _ in changed:
+            if not node.mask:
+                for key in node.keys:
+                    self._disclaim(key, node)
+        for node, was in changed:
+            if not was:
+                for key in node.keys:
+                    self._claim(key, node)
+        for node, _ in changed:
+            for write in self._writes(node):
+                self._emitted[write.key] = write
         for node in dirty:
             if not node.tiers:
                 self.collect(node)
@@ -361,15 +371,6 @@ class BlockTable:
             elif not node.keys:
                 # A page without a key of its own still decides the tiers of the block it is part of.
                 todo.extend(self._completing(node))
-
-    def _emit(self, node: Node, was: int) -> None:
-        for key in node.keys:
-            if node.mask and not was:
-                self._claim(key, node)
-            elif was and not node.mask:
-                self._disclaim(key, node)
-        for write in self._writes(node):
-            self._emitted[write.key] = write
 
     def _writes(self, node: Node) -> Iterator[BlockWrite]:
         parent = node.parent

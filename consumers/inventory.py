@@ -28,7 +28,8 @@ while there are suspects, the picture never exceeds the engine's own capacity, o
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from itertools import groupby
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -39,11 +40,11 @@ from ..proto.events import (
     STATE_KINDS,
     UNCACHED_KINDS,
     WINDOW_KINDS,
-    AllBlocksCleared,
     Batch,
     BlockRemoved,
     BlockStored,
     EngineHash,
+    Event,
     tier_of,
 )
 from ..proto.hashing import (
@@ -350,13 +351,15 @@ class Inventory:
 
     def apply(self, batch: Batch) -> Delta:
         """Apply one batch in order and settle. Never raises on what an engine may send."""
-        for event in batch.events:
-            match event:
-                case BlockStored():
+        for (medium, group), run in groupby(batch.events, _removed_from):
+            if medium is not None:
+                # Engines say of each block by itself that it went.
+                self._removed(medium, group, [h for event in run for h in cast(BlockRemoved, event).hashes])
+                continue
+            for event in run:
+                if isinstance(event, BlockStored):
                     self._stored(event)
-                case BlockRemoved():
-                    self._removed(event)
-                case AllBlocksCleared():
+                else:
                     self.clear()
                     self.stats.cleared += 1
         return self.settle()
@@ -808,20 +811,19 @@ class Inventory:
             self._blocks.mark(node)
             todo.extend(child for child in node.children if not child.opaque)
 
-    def _removed(self, event: BlockRemoved) -> None:
+    def _removed(self, medium: str, group: int, hashes: list[EngineHash]) -> None:
         stats = self.stats
-        stats.removed += len(event.hashes)
-        medium, group = event.medium, event.group
+        stats.removed += len(hashes)
         table = self._tables.get((medium, group))
         if table is None:
-            stats.unknown_removals += len(event.hashes)
+            stats.unknown_removals += len(hashes)
             return
         if group == self._main_group and medium not in self._unsure and self._only_of_tier(medium):
-            unknown = self._blocks.remove(table, event.hashes, 1 << tier_of(medium))
+            unknown = self._blocks.remove(table, hashes, 1 << tier_of(medium))
             stats.unknown_removals += unknown
-            self.copies -= len(event.hashes) - unknown
+            self.copies -= len(hashes) - unknown
             return
-        for h in event.hashes:
+        for h in hashes:
             copies = table.get(h, 0)
             if not copies:
                 stats.unknown_removals += 1
@@ -929,6 +931,11 @@ class Inventory:
             need.runs.get(node, 0) >= need.needed and self._ends_group_block(node, need)
             for need in self._groups.values()
         )
+
+
+def _removed_from(event: Event) -> tuple[str | None, int]:
+    """Medium and group of a removal; no medium for any other event."""
+    return (event.medium, event.group) if isinstance(event, BlockRemoved) else (None, 0)
 
 
 def _cut(tail: Inputs | None, inputs: Inputs, size: int) -> tuple[list[Inputs], Inputs | None]:

@@ -3,12 +3,13 @@
 //!
 //! Strategy. Nodes live in an arena and name each other by slot. Nearly every block is *plain*: it carries one index
 //! block, whose key is the end of its own hash, so its whole state is the fixed record `Node`, and two tables of slots
-//! find it by engine hash and by key. What a plain block does not need (several keys or none, tokens that wait) lies in
-//! `odd`; keys claimed by blocks of that kind, or by several blocks, lie in `contested`.
+//! find it by engine hash and by key; where the engine names its blocks by their keys the former does for both. What a
+//! plain block does not need (several keys or none, tokens that wait) lies in `odd`; keys claimed by blocks of that kind,
+//! or by several blocks, lie in `contested`.
 //!
 //! Invariants. A slot is given back only at the end of `settle`, so what was dropped since the last one still answers.
-//! A handle carries the birth of its node as well as the slot, so it never answers for another. A key is in `claims` or
-//! in `contested`, never in both, exactly while an attached node has it.
+//! A handle carries the birth of its node as well as the slot, so it never answers for another. While an attached node
+//! has a key, either one node is its OWNER (found through `names` or `claims`), or the key is in `contested`.
 
 use crate::chain;
 use crate::copies::Copies;
@@ -41,6 +42,8 @@ const DIRTY: u16 = 1 << 9;
 const MET: u16 = 1 << 10;
 /// Known by its engine hash.
 const LIVE: u16 = 1 << 11;
+/// The only node that claims its key, and plain.
+const OWNER: u16 = 1 << 12;
 
 struct Node {
     hash: u64,
@@ -69,6 +72,11 @@ impl Node {
     /// The end of its digest: the key of the last index block at or before its end.
     fn key(&self) -> Key {
         self.digest[24..].try_into().unwrap()
+    }
+
+    /// Its engine calls it by its key.
+    fn named(&self) -> bool {
+        self.digest[24..] == self.hash.to_be_bytes()
     }
 }
 
@@ -120,12 +128,12 @@ pub struct BlockTable {
     odd: HashMap<u32, Odd>,
     names: HashTable<u32>,
     claims: HashTable<u32>,
+    /// Owners that are not in `claims`, since they are named by their key.
+    named: usize,
     contested: HashMap<Key, Vec<u32>, KeyHash>,
     dirty: Vec<u32>,
     dropped: Vec<u32>,
     emitted: Vec<u8>,
-    /// `emitted` may name a block twice.
-    repeats: bool,
     births: u32,
     contests: u32,
     #[pyo3(get)]
@@ -146,6 +154,11 @@ impl BlockTable {
     }
 
     fn claimant(&self, key: &Key) -> Option<u32> {
+        let owns = |&slot: &u32| self.arena.at(slot).has(OWNER) && self.arena.at(slot).key() == *key;
+        let named = self.find(u64::from_be_bytes(*key)).filter(owns);
+        if named.is_some() || self.claims.is_empty() {
+            return named;
+        }
         self.claims.find(spread(key), |&slot| self.arena.at(slot).key() == *key).copied()
     }
 
@@ -161,13 +174,26 @@ impl BlockTable {
     }
 
     fn own(&mut self, slot: u32) {
+        let node = self.arena.at_mut(slot);
+        node.set(OWNER, true);
+        if node.named() {
+            self.named += 1;
+            return;
+        }
         let arena = &self.arena;
         self.claims.insert_unique(spread(&arena.at(slot).key()), slot, |&slot| spread(&arena.at(slot).key()));
     }
 
-    fn disown(&mut self, key: &Key, slot: u32) {
-        let arena = &self.arena;
-        if let Ok(entry) = self.claims.find_entry(spread(key), |&at| at == slot && arena.at(at).key() == *key) {
+    /// The node owns its key no more, if it did.
+    fn disown(&mut self, slot: u32) {
+        let node = self.arena.at_mut(slot);
+        if !node.has(OWNER) {
+            return;
+        }
+        node.set(OWNER, false);
+        if node.named() {
+            self.named -= 1;
+        } else if let Ok(entry) = self.claims.find_entry(spread(&node.key()), |&at| at == slot) {
             entry.remove();
         }
     }
@@ -211,6 +237,15 @@ impl BlockTable {
             _ if node.has(PLAIN) => vec![node.key()],
             Some(odd) => odd.keys.clone(),
             None => Vec::new(),
+        }
+    }
+
+    fn each_key(&mut self, slot: u32, act: fn(&mut Self, Key, u32)) {
+        let node = self.arena.at(slot);
+        if node.has(PLAIN) {
+            act(self, node.key(), slot);
+        } else {
+            self.keys(slot).into_iter().for_each(|key| act(self, key, slot));
         }
     }
 
@@ -279,8 +314,8 @@ impl BlockTable {
         found
     }
 
-    fn attach(&mut self, slot: u32, met: &mut Vec<(u32, u8)>) {
-        let mut todo = vec![slot];
+    fn attach(&mut self, slot: u32, met: &mut Vec<(u32, u8)>, todo: &mut Vec<u32>) {
+        todo.push(slot);
         while let Some(slot) = todo.pop() {
             let wanted = self.wanted(slot);
             let node = self.arena.at_mut(slot);
@@ -313,7 +348,7 @@ impl BlockTable {
             return;
         }
         if let Some(other) = other {
-            self.disown(&key, other);
+            self.disown(other);
             self.contested.insert(key, vec![other]);
         } else if !self.contested.contains_key(&key) {
             if self.arena.at(slot).has(PLAIN) {
@@ -333,7 +368,7 @@ impl BlockTable {
 
     fn disclaim(&mut self, key: Key, slot: u32) {
         let Some(owners) = self.contested.get_mut(&key) else {
-            self.disown(&key, slot);
+            self.disown(slot);
             return;
         };
         let before = owners.len();
@@ -377,15 +412,18 @@ impl BlockTable {
 
     fn write_out(&self, slot: u32, out: &mut Vec<u8>) {
         let node = self.arena.at(slot);
+        let plain = [node.key()];
+        let odd: &[Key] = self.odd.get(&slot).map_or(&[], |odd| &odd.keys);
+        let keys = if node.has(PLAIN) { &plain } else { odd };
         let above = (node.parent != NONE).then(|| self.arena.at(node.parent));
         let mut head = above.filter(|above| above.has(HEAD)).map(|above| above.head);
         let mut parent = above.filter(|above| above.depth > 0 && above.has(DIGEST)).map(Node::key);
-        let keys = self.keys(slot);
         let mut depth = node.depth - keys.len() as u32;
-        for key in keys {
+        for &key in keys {
             let page = head.filter(|_| depth % PAGE_SPAN != 0).unwrap_or(key);
             head = Some(page);
-            Write { key, parent, head: page, depth, tiers: self.shown_of(&key) }.pack(out);
+            let tiers = if node.has(OWNER) { node.mask } else { self.shown_of(&key) };
+            Write { key, parent, head: page, depth, tiers }.pack(out);
             parent = Some(key);
             depth += 1;
         }
@@ -660,7 +698,7 @@ impl BlockTable {
 
     #[getter]
     fn index_blocks(&self) -> usize {
-        self.claims.len() + self.contested.len()
+        self.named + self.claims.len() + self.contested.len()
     }
 
     fn nodes(slf: &Bound<'_, Self>) -> PyResult<Vec<Py<Handle>>> {
@@ -880,38 +918,46 @@ impl BlockTable {
     /// Bring attachment up to date. Returns what the index must be told, and how often a key was claimed anew.
     fn settled<'py>(&mut self, py: Python<'py>) -> (Bound<'py, PyBytes>, u32) {
         let dirty = std::mem::take(&mut self.dirty);
-        let mut met: Vec<(u32, u8)> = Vec::new();
+        let mut met: Vec<(u32, u8)> = Vec::with_capacity(dirty.len());
+        let mut todo = Vec::new();
         for &slot in &dirty {
             self.arena.at_mut(slot).set(DIRTY, false);
-            self.attach(slot, &mut met);
+            self.attach(slot, &mut met, &mut todo);
         }
         let mut out = std::mem::take(&mut self.emitted);
-        for &(slot, was) in &met {
+        let before = out.len();
+        let (mut came, mut went, contested) = (false, false, !self.contested.is_empty());
+        met.retain(|&(slot, was)| {
             let node = self.arena.at_mut(slot);
             node.set(MET, false);
-            let mask = node.mask;
-            if mask == was {
-                continue;
+            node.mask != was
+        });
+        // What goes gives up its keys first, so that nobody who takes one over is thought to share it.
+        for &(slot, _) in &met {
+            if self.arena.at(slot).mask == 0 {
+                went = true;
+                self.each_key(slot, Self::disclaim);
             }
-            self.repeats = true;
-            if (mask == 0) != (was == 0) {
-                for key in self.keys(slot) {
-                    if mask != 0 {
-                        self.claim(key, slot);
-                    } else {
-                        self.disclaim(key, slot);
-                    }
-                }
+        }
+        for &(slot, was) in &met {
+            if was == 0 {
+                came = true;
+                self.each_key(slot, Self::claim);
             }
+        }
+        for &(slot, _) in &met {
             self.write_out(slot, &mut out);
         }
+        // Two of them can name the same block only where one came and another went, or both are or were there.
+        let several = contested || !self.contested.is_empty();
+        let repeats = out.len() > before && (before > 0 || (came && went) || several);
         for slot in dirty {
             if self.arena.at(slot).tiers == 0 {
                 self.collect_slot(slot);
             }
         }
         let contests = std::mem::take(&mut self.contests);
-        let packed = if std::mem::take(&mut self.repeats) {
+        let packed = if repeats {
             PyBytes::new(py, &writes::newest(&[&out]).concat())
         } else {
             PyBytes::new(py, &out)

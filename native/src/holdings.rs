@@ -5,7 +5,7 @@
 
 use crate::writes::{self, mix, Key, KeyHash};
 use hashbrown::HashTable;
-use pyo3::exceptions::PyKeyError;
+use pyo3::exceptions::{PyKeyError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt, PyList};
 use std::collections::{BTreeMap, HashMap};
@@ -260,26 +260,32 @@ impl Holdings {
         Self::default()
     }
 
-    fn write(&mut self, slot: usize, version: u64, raw: &[u8]) -> u8 {
+    fn write(&mut self, slot: usize, version: u64, raw: &[u8]) -> PyResult<u8> {
+        if raw.len() % writes::SIZE != 0 {
+            return Err(PyValueError::new_err("raw: a whole number of writes"));
+        }
         let holder = self.holders.entry(slot).or_default();
-        let mut seen = 0;
+        let (mut seen, mut at) = (0, 0);
         let mut vacating = Vec::new();
-        for (head, entries) in writes::by_page(raw) {
+        while at < raw.len() {
+            // Blocks of a page mostly come together.
+            let head = writes::head(&raw[at..]);
             let page = Self::page(holder, head);
-            if version < page.version {
-                vacating.push(head);
-                continue;
-            }
-            page.version = version;
-            for entry in entries.chunks_exact(9) {
-                seen |= Self::set(&mut self.masks, page, slot, writes::key(entry), entry[8]);
+            let stale = version < page.version;
+            page.version = page.version.max(version);
+            while at < raw.len() && writes::head(&raw[at..]) == head {
+                if !stale {
+                    let write = &raw[at..at + writes::SIZE];
+                    seen |= Self::set(&mut self.masks, page, slot, writes::key(write), writes::tiers(write));
+                }
+                at += writes::SIZE;
             }
             if page.blocks.is_empty() {
                 vacating.push(head);
             }
         }
         Self::forget_empty(holder, vacating);
-        seen
+        Ok(seen)
     }
 
     fn refresh(&mut self, slot: usize, version: u64, raw: &[u8]) -> (usize, u8) {

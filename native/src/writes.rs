@@ -110,13 +110,11 @@ impl std::hash::Hasher for Mixer {
         self.0
     }
     fn write(&mut self, bytes: &[u8]) {
-        for chunk in bytes.chunks(8) {
-            let mut word = [0u8; 8];
-            word[..chunk.len()].copy_from_slice(chunk);
-            self.write_u64(u64::from_le_bytes(word));
+        for word in bytes.chunks_exact(8) {
+            self.write_u64(u64::from_le_bytes(word.try_into().unwrap()));
         }
     }
-    fn write_usize(&mut self, _: usize) {} // a length prefix: keys are all as long
+    fn write_usize(&mut self, _: usize) {} // a length prefix: keys are all as long, and nothing else is hashed
     fn write_u64(&mut self, word: u64) {
         self.0 = mix(self.0 ^ word);
     }
