@@ -37,7 +37,7 @@ from redis.exceptions import (
 )
 
 from ..proto.errors import StoreRefused, StoreUnavailable
-from .redis_wire import ReplyError, Wire
+from .redis_wire import ReplyError, Wire, pack
 
 MAX_PIPELINE = 128
 """Commands on the wire before their replies are read; a longer call takes several rounds."""
@@ -124,12 +124,15 @@ class RedisLink:
                     replies += await self._pipelined(self._client, some)
         return replies[len(first) :]
 
-    def post(self, commands: Sequence[Command], bring: Callable[[list[Any] | Exception], None]) -> bool:
-        """Send a few reads or scripts whose replies, or whose failure, are handed to `bring` as they are: error
-        replies among the others, nothing sent again. False, where `run` must do it: the connection is not open yet,
-        too much is in flight, or this is a cluster."""
+    def post(self, commands: Sequence[Command | bytes], bring: Callable[[list[Any] | Exception], None]) -> bool:
+        """Send a few reads or scripts, packed or not, whose replies, or whose failure, are handed to `bring` as they
+        are: error replies among the others, nothing sent again. False, where `run` must do it: the connection is not
+        open yet, too much is in flight, or this is a cluster."""
         wire = None if self._closed else self._wires.get(("", True))
-        return wire is not None and wire.post([_by_digest(c) for c in commands], bring, most=MAX_CALLS)
+        if wire is None:
+            return False
+        packed = [c if isinstance(c, bytes) else pack(_by_digest(c)) for c in commands]
+        return wire.post(packed, bring, most=MAX_CALLS)
 
     async def failed(self, error: Exception) -> NoReturn:
         """Raise what a failure handed to `bring` means."""

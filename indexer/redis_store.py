@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -40,7 +40,7 @@ from ..proto.index import (
 from ..proto.soon import Soon
 from .redis_link import Command, RedisLink, script
 from .redis_pages import PAGE_LIMIT, PAGE_TTL_S, PageKeys, PageReader, PageWriter, Reading
-from .redis_wire import ReplyError
+from .redis_wire import ReplyError, pack
 from .shared_load import SharedReservations
 
 FLEET_AGE_S = 0.5
@@ -120,7 +120,7 @@ class _Asked(NamedTuple):
     """Our copy, if it is fresh enough; else the question asks for another."""
     at: float
     """Our monotonic clock when it was asked."""
-    commands: list[Command]
+    commands: list[Command | bytes]
 
 
 class RedisIndex:
@@ -138,6 +138,7 @@ class RedisIndex:
         self._registry: _Registry | None = None
         self._rereading = False
         self._generation: Command = ("HGET", self._keys.registry, b"g")
+        self._packed_generation = pack(("HGET", self._keys.registry, b"g"))
 
     @property
     def namespace(self) -> Namespace:
@@ -221,29 +222,30 @@ class RedisIndex:
     async def match(self, chain: Chain) -> Match:
         asked = self._ask(chain)
         try:
-            replies = await self._link.run(asked.commands)
+            replies = await self._link.run(cast("list[Command]", asked.commands))
         finally:
             self._asked(asked)
         return await self._go_on(asked, self._registry_of(asked, replies[0]), replies)
 
     def match_quickly(self, chain: Chain) -> Soon[Match] | None:
-        asked = self._ask(chain)
+        asked = self._ask(chain, packed=True)
         soon: Soon[Match] = Soon(partial(self._brought, asked))
         if self._link.post(asked.commands, soon.bring):
             return soon
         self._asked(asked)
         return None
 
-    def _ask(self, chain: Chain) -> _Asked:
+    def _ask(self, chain: Chain, *, packed: bool = False) -> _Asked:
         """What to read for a match: its first pages, and what says whether our copy of the registry still holds."""
-        reading = self._reader.begin(chain)
+        reading = self._reader.begin(chain, packed=packed)
         registry, now = self._registry, time.monotonic()
         fresh = registry is not None and now < registry.until
         # One query renews an aged copy, the others go on with it: the generation fences them.
         if registry is None or not fresh or (now - registry.read_at > FLEET_AGE_S and not self._rereading):
             self._rereading = True
             return _Asked(chain, reading, None, now, [(_FLEET, self._keys.registry), *reading.commands])
-        return _Asked(chain, reading, registry, now, [self._generation, *reading.commands])
+        generation = self._packed_generation if packed else self._generation
+        return _Asked(chain, reading, registry, now, [generation, *reading.commands])
 
     def _asked(self, asked: _Asked) -> None:
         """It was answered, or will not be."""

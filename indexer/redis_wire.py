@@ -25,7 +25,8 @@ ReplyError = hiredis.ReplyError
 Packable = Iterable[str | bytes | int]
 
 
-_pack = cast(Callable[[tuple[str | bytes | int, ...]], bytes], hiredis.pack_command)  # typed for one-element tuples
+pack = cast(Callable[[tuple[str | bytes | int, ...]], bytes], hiredis.pack_command)  # typed for one-element tuples
+"""A command as it goes over the wire."""
 
 
 Bring = Callable[[list[Any] | Exception], None]
@@ -137,7 +138,7 @@ class Wire:
 
     async def send(self, commands: Iterable[Packable]) -> asyncio.Future[list[Any]]:
         """As `run`, when the commands are on their way. Waits for nothing but a connection that is not open yet."""
-        packed = [_pack(tuple(command)) for command in commands]
+        packed = [pack(tuple(command)) for command in commands]
         future: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         if not packed:
             future.set_result([])
@@ -157,13 +158,13 @@ class Wire:
         replies.send(b"".join(packed), len(packed), bring)
         return future
 
-    def post(self, commands: Sequence[tuple[str | bytes | int, ...]], bring: Bring, *, most: int) -> bool:
-        """Send these commands if the connection is open and has fewer than `most` calls in flight: `bring` is called
-        when the replies arrive, without a turn of the loop in between. False: nothing was sent."""
+    def post(self, commands: Sequence[bytes], bring: Bring, *, most: int) -> bool:
+        """Send these packed commands if the connection is open and has fewer than `most` calls in flight: `bring` is
+        called when the replies arrive, without a turn of the loop in between. False: nothing was sent."""
         replies = self._replies
         if replies is None or not replies.open or replies.in_flight >= most:
             return False
-        replies.send(b"".join([_pack(command) for command in commands]), len(commands), bring)
+        replies.send(b"".join(commands), len(commands), bring)
         return True
 
     async def _open(self) -> _Replies:

@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -85,6 +86,33 @@ def stored(tokens: Sequence[int], keys: Sequence[bytes], parent: bytes | None) -
         "medium": "GPU",
         "lora_name": None,
     }
+
+
+def family(pid: int) -> list[int]:
+    """The process and its descendants."""
+    pids, todo = [], [pid]
+    while todo:
+        one = todo.pop()
+        pids.append(one)
+        children = Path(f"/proc/{one}/task/{one}/children")
+        todo += [int(child) for child in children.read_text().split()] if children.exists() else []
+    return pids
+
+
+def processor_us(pid: int) -> float:
+    """Processor time of all threads of a process and its descendants so far."""
+    return _scheduled(pid)[0]
+
+
+def waiting_us(pid: int) -> float:
+    """How long they were ready to run so far, and had no processor to run on."""
+    return _scheduled(pid)[1]
+
+
+def _scheduled(pid: int) -> tuple[float, float]:
+    tasks = [task for one in family(pid) for task in Path(f"/proc/{one}/task").iterdir()]
+    stats = [(task / "schedstat").read_text().split() for task in tasks]
+    return sum(int(ran) for ran, _, _ in stats) / 1000, sum(int(waited) for _, waited, _ in stats) / 1000
 
 
 async def server_us(client: Redis | None) -> float:

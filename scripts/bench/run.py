@@ -60,7 +60,7 @@ async def bench(
     if "scale" in parts:
         _show(console, sections, "Clusters and workers", await scale(rng))
     if "growth" in parts:
-        most_blocks, most_branches = (100_000, 1000) if quick else (1_000_000, 100_000)
+        most_blocks, most_branches = (100_000, 1000) if quick else (10_000_000, 100_000)
         results.curves += await growth(redis_url, rng, most_blocks=most_blocks, most_branches=most_branches)
         results.curves.append(await asyncio.to_thread(ingest_by_engines, rng, batches=1000 if quick else 4000))
     if "recordings" in parts:

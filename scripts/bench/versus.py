@@ -27,7 +27,7 @@ import zmq
 
 from ...proto.errors import MetatrieError
 from ...proto.hashing import Chain, none_hash
-from .measure import BLOCK_SIZE, Curve, Figure, encode, prompt, quantile, stored
+from .measure import BLOCK_SIZE, Curve, Figure, encode, family, processor_us, prompt, quantile, stored, waiting_us
 
 MODEL = "bench"
 WORKERS = 8
@@ -92,21 +92,15 @@ class _Server:
     def resident(self) -> int:
         """Bytes of memory of the process and its descendants."""
         page = os.sysconf("SC_PAGE_SIZE")
-        return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page for pid in self._family())
+        return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page for pid in family(self._process.pid))
 
     def processor_us(self) -> float:
         """Processor time of all their threads so far: unlike latency, much the same on a busy machine."""
-        tasks = [task for pid in self._family() for task in Path(f"/proc/{pid}/task").iterdir()]
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1000
+        return processor_us(self._process.pid)
 
-    def _family(self) -> list[int]:
-        pids, todo = [], [self._process.pid]
-        while todo:
-            pid = todo.pop()
-            pids.append(pid)
-            children = Path(f"/proc/{pid}/task/{pid}/children")
-            todo += [int(child) for child in children.read_text().split()] if children.exists() else []
-        return pids
+    def waiting_us(self) -> float:
+        """How long they were ready to run and had no processor: what the machine's other work costs."""
+        return waiting_us(self._process.pid)
 
     def close(self) -> None:
         self._process.terminate()
@@ -203,6 +197,7 @@ def side_by_side(
                 times: dict[str, list[float]] = {server.name: [] for server in servers}
                 rounds = queries if depth <= 512 else max(30, queries // 3)
                 used = {server.name: -server.processor_us() for server in servers}
+                waited = {server.name: -server.waiting_us() for server in servers}
                 for i in range(rounds):
                     held = {"repeat": depth, "new tail": depth - 4, "cold": 0}[mode]
                     tokens = base[: held * BLOCK_SIZE] + prompt(rng, depth - held)
@@ -217,11 +212,15 @@ def side_by_side(
                             times[server.name].append(took * 1e6)
                 for server in servers:
                     used[server.name] = (used[server.name] + server.processor_us()) / rounds
-                figures += _compared(f"{where}: match {depth} blocks, {mode}, processor time", "query", used, "")
+                    waited[server.name] = (waited[server.name] + server.waiting_us()) / rounds
+                what = f"{where}: match {depth} blocks, {mode}"
+                figures += _compared(f"{what}, processor time", "query", used, "")
+                for name, value in waited.items():
+                    figures.append(Figure(f"{what}, without a processor while ready to run, {name}", "query", value))
                 for share, label in ((0.5, "p50"), (0.99, "p99")):
                     values = {name: quantile(taken, share) for name, taken in times.items()}
                     target = f"≥ {least}" if share == 0.5 else ""
-                    figures += _compared(f"{where}: match {depth} blocks, {mode}, {label}", "query", values, target)
+                    figures += _compared(f"{what}, {label}", "query", values, target)
         lags = _lags(servers, publishers, rng)
         target = "≥ 1" if redis_url is None else "≥ 0.5"
         for share, label in ((0.5, "p50"), (0.99, "p99")):
