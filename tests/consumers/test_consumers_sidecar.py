@@ -140,7 +140,7 @@ async def test_from_a_prompt_to_a_match(backend: str, request: pytest.FixtureReq
                 return max((d.blocks for d in match.depths.values()), default=0)
 
             assert await depth() == 6
-            assert consumer.cause() == ""
+            await until(lambda: consumer.cause() == "")
             assert consumer.inventory.parity
 
             (view,) = (await index.fleet()).replicas
