@@ -547,9 +547,9 @@ class Router:
         return self._matches(request, self._answer(request, [found], len(request.token_ids), None))
 
     def _matches(self, request: MatchRequest, answer: _Answer) -> MatchResponse:
-        first = answer.found[0]
-        total = answer.total()
-        replicas = _listed_plainly(answer, request.limit) if answer.plain else _listed(answer, request.limit, total)
+        first, plain = answer.found[0], answer.plain
+        total = len(first.fleet.replicas) if plain else answer.total()
+        replicas = _listed_plainly(answer, request.limit) if plain else _listed(answer, request.limit, total)
         prompt_blocks = answer.prompt_tokens // first.space.block_size
         self._metrics.prompt_blocks += prompt_blocks
         self._metrics.matched_blocks += replicas[0].matched_blocks if replicas else 0
@@ -885,11 +885,11 @@ class Router:
     def _answer(
         request: PromptRequest, found: Sequence[_Found | None], prompt_tokens: int, note: str | None
     ) -> _Answer:
+        names = None if request.replicas is None else frozenset(request.replicas)
         known = [f for f in found if f is not None]
         if not known:
             raise StoreUnavailable("no fleet of this model was ever read")
-        seeing = len(known) == len(found) and all(f.blind is None for f in known)
-        names = None if request.replicas is None else frozenset(request.replicas)
+        seeing = len(known) == len(found) and not [f for f in known if f.blind is not None]
         return _Answer(known, prompt_tokens, "ok" if seeing else "unavailable", names, note)
 
     async def _tokens(

@@ -19,7 +19,7 @@ from typing import Protocol, cast
 from redis.asyncio import Redis
 
 from ...indexer.connect import open_store
-from ...proto.hashing import BlockKey, Namespace
+from ...proto.hashing import BlockKey, Chain, Namespace
 from ...proto.index import PAGE_SPAN, BlockWrite, Incarnation, Index, PageHead, ReplicaRef, ReplicaSpec, TierMask
 from .measure import Figure, memory_bytes, server_cpu_us
 
@@ -29,6 +29,12 @@ _REMOVED = 20
 _BLOCKS = 224
 _SYSTEM = 96
 _BATCH = 32
+_FLOOR_CALLS = 2000
+_ONE_HSET = """
+local fields = {}
+for i = 1, 32 do fields[2 * i - 1], fields[2 * i] = string.sub(ARGV[1], 8 * i - 7, 8 * i), 'b' end
+return redis.call('HSET', KEYS[1], unpack(fields))
+"""
 
 
 class _Layout(Protocol):
@@ -37,18 +43,6 @@ class _Layout(Protocol):
     async def remove(self, replica: int, chain: Sequence[BlockKey], start: int, stop: int) -> None: ...
 
     async def query(self, chain: Sequence[BlockKey]) -> None: ...
-
-
-class _KnownChain:
-    """A chain whose keys are given: hashing is no part of this comparison."""
-
-    def __init__(self, keys: Sequence[BlockKey]) -> None:
-        self.block_size = 16
-        self.blocks = len(keys)
-        self._keys = list(keys)
-
-    def keys(self, count: int) -> list[BlockKey]:
-        return self._keys
 
 
 class Pages:
@@ -69,7 +63,7 @@ class Pages:
         await self.write(replica, chain, start, stop, 0)
 
     async def query(self, chain: Sequence[BlockKey]) -> None:
-        await self._index.match(_KnownChain(chain))  # type: ignore[arg-type]  # all that is used of a Chain
+        await self._index.match(Chain.of_keys(chain))  # hashing is no part of this comparison
 
 
 class _HashPerBlock:
@@ -166,6 +160,7 @@ async def layouts(url: str, rng: random.Random) -> list[Figure]:
                 Figure(f"{name}: remove, server", "block", removing),
                 Figure(f"{name}: query of {_SYSTEM + _BLOCKS + 32} blocks, server", "query", query),
             ]
+        figures += await _floors(client, rng)
     finally:
         await client.aclose()
     for other in ("llm-d", "kthena"):
@@ -174,6 +169,29 @@ async def layouts(url: str, rng: random.Random) -> list[Figure]:
             Figure(f"{other} ÷ metatrie: writes and removals", "block", ratios[0], "×", "≥ 10"),
             Figure(f"{other} ÷ metatrie: queries", "query", ratios[1], "×", "≥ 10"),
         ]
+    return figures
+
+
+async def _floors(client: Redis, rng: random.Random) -> list[Figure]:
+    """What any layout pays that keeps a field per block: pages of 32 written by nothing but one command each, and by
+    a script that does nothing but that."""
+    await client.flushall()
+    alone = await client.script_load(_ONE_HSET)
+    figures = []
+    for what in ("one HSET of 32 fields", "a script that does only that"):
+        before = await server_cpu_us(client)
+        for _ in range(_FLOOR_CALLS // 100):
+            pipe = client.pipeline(transaction=False)
+            for _ in range(100):
+                keys = keys_of(rng, 32)
+                if what.startswith("a script"):
+                    pipe.evalsha(alone, 1, rng.randbytes(24), b"".join(keys))
+                else:
+                    pipe.hset(rng.randbytes(24), mapping=dict.fromkeys(keys, b"b"))
+            await pipe.execute()
+        figures.append(
+            Figure(f"floor: {what}, server", "block", (await server_cpu_us(client) - before) / 32 / _FLOOR_CALLS)
+        )
     return figures
 
 

@@ -24,6 +24,7 @@ from .layouts import footprint, layouts
 from .measure import Figure
 from .recordings import recordings
 from .report import Results, amount, write_page
+from .request import request
 from .scale import scale
 from .soak import soak
 from .versus import ingest_by_engines, side_by_side
@@ -47,6 +48,7 @@ async def bench(
     sections = results.sections
     if "hot" in parts:
         _show(console, sections, "Hot paths", await hot_paths(redis_url, rng))
+        _show(console, sections, "A query of 32 blocks, step by step", await request(rng))
     if "layouts" in parts:
         figures = [*await layouts(redis_url, rng), *await footprint(redis_url, rng)]
         _show(console, sections, "Redis: layouts and memory", figures)
