@@ -38,6 +38,9 @@ MARGIN_S = 1.0
 """Longer than an event takes where nothing lags: an engine step, and what a consumer waits for company."""
 LAGS = 4.0
 """The lag is as of the consumer's last renewal, and may have grown."""
+UNCONFIRMED_S = 300.0
+"""How long blocks count that no event will ever name (stand_ins.py). Most next turns come sooner; a cache that has
+lost them by then costs what it would have cost elsewhere."""
 DEFAULT_CAPACITY = 4_000_000
 
 
@@ -95,9 +98,11 @@ class Placements:
         now: float,
         *,
         lag_s: float | None = None,
+        confirmed: bool = True,
     ) -> None:
         """A request was routed there. keys: all blocks of its prompt, kept until it ends; matched: what the index
-        knew it to hold; lag_s: how late the replica's events are, None if that is not known."""
+        knew it to hold; lag_s: how late the replica's events are, None if that is not known; confirmed: they will
+        name all of these blocks."""
         fresh = len(keys) - matched
         if fresh <= 0:
             return
@@ -108,6 +113,8 @@ class Placements:
             return
         self._room -= fresh
         settle_s = self._settle_s if lag_s is None else min(self._settle_s, MARGIN_S + LAGS * lag_s)
+        if not confirmed:
+            settle_s = UNCONFIRMED_S
         self._pending[request] = _Sent(incarnation, keys, matched, settle_s, now + self._ttl_s)
         counted = self._counted.get(incarnation)
         if counted is None:

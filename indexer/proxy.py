@@ -2,7 +2,7 @@
 
 The life of a request
 1. Who calls, and may they? (tenants.py) One decode of the body finds what decides its prompt and its target.
-2. The prompt becomes token ids as the engine will make them; where it cannot, the request is placed by load, and a
+2. The prompt becomes token ids as the engine will make them; what cannot is named by stand-ins (stand_ins.py), and a
    header says so. The router decides among replicas that are healthy (health.py), serve the model and have room.
 3. The body goes out as it came. Only where it must differ, for an alias or the tenant's salt, is it put together
    again, from the caller's own bytes of every other field.
@@ -30,7 +30,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Annotated, Any, Final, Self
@@ -46,10 +46,12 @@ from ..proto.api import Feedback, PromptRequest, RouteRequest, RouteResponse
 from ..proto.errors import CallerError, InvalidField, NoReplica, NotFound, StoreError, TooManyRequests
 from ..proto.http import read_body
 from ..proto.index import ReplicaRef
+from ..proto.text import media_at
 from .health import Health, Probe
 from .models import Target
 from .policies import Candidate
 from .router import Router
+from .stand_ins import stand_ins
 from .tenants import Caller, Quota
 from .tokenize import Tokens
 
@@ -68,12 +70,8 @@ MODELS_EVERY: Final = 10
 BUSY_S: Final = 1.0
 """How long an engine that answered 429 or 503 is left alone."""
 HEADER: Final = "X-Metatrie-"
-CHARACTERS: Final = 4
-"""Of text in a token, about."""
-MEDIA_TOKENS: Final = 1024
-"""What an image becomes, about."""
 
-_NOT_TOKENISED: Final = "the prompt could not be tokenised here; placed by load alone"
+_NOT_TOKENISED: Final = "the prompt could not be tokenised here; placed by load and by what was sent before"
 _HOP_BY_HOP: Final = frozenset(
     (
         *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"),
@@ -169,8 +167,8 @@ class _Asked:
     body: bytes
     """As it goes to the engine."""
     tokens: Tokens
-    at_least: int
-    """Tokens the prompt has at least, about, where `tokens` is not all of it; else 0."""
+    rest: list[int]
+    """Stand-ins for what `tokens` does not cover."""
     one_prompt: bool
     """Its `cached_tokens` can be compared with the prediction."""
 
@@ -365,6 +363,9 @@ class Proxy:
         if cut is not None and tokens.note is None:
             whole = isinstance(cut, int) and cut > 0
             tokens = Tokens(tokens.ids[-cut:]) if whole else Tokens([], _NOT_TOKENISED)
+        rest: list[int] = []
+        if tokens.note is not None:
+            rest = await asyncio.to_thread(stand_ins, _unknown(fields, tokens))
         target = self._router.models.resolve(fields.model)
         changes: dict[str, str] = {}
         if target.name != fields.model:
@@ -378,7 +379,7 @@ class Proxy:
             fields=fields,
             body=_with(raw, changes) if changes else raw,
             tokens=tokens,
-            at_least=0 if tokens.note is None else max(len(tokens.ids), _about(fields)),
+            rest=rest,
             one_prompt=one_prompt,
         )
 
@@ -389,7 +390,7 @@ class Proxy:
         gate = _Gate(asked.target.name, self.config.max_in_flight, self.health, self._router.models.serves)
         question = RouteRequest(
             model=fields.model,
-            token_ids=asked.tokens.ids,
+            token_ids=asked.tokens.ids + asked.rest if asked.rest else asked.tokens.ids,
             cache_salt=fields.cache_salt if isinstance(fields.cache_salt, str) else None,
             max_output_tokens=_natural(fields.max_completion_tokens) or _natural(fields.max_tokens),
             priority=fields.priority if isinstance(fields.priority, int) else 0,
@@ -422,7 +423,7 @@ class Proxy:
     async def _route(self, question: RouteRequest, asked: _Asked, gate: _Gate) -> RouteResponse:
         """The router's choice. A caller that hangs up meanwhile leaves no reservation behind."""
         routing = asyncio.ensure_future(
-            self._router.route(question, asked.caller, admit=gate, at_least=asked.at_least)
+            self._router.route(question, asked.caller, admit=gate, stand_ins=len(asked.rest))
         )
         try:
             return await asyncio.shield(routing)
@@ -809,26 +810,18 @@ def _has_uuid(messages: Any) -> bool:
     return any(isinstance(part, dict) and part.get("uuid") is not None for part in parts)
 
 
-def _about(fields: _Fields) -> int:
-    """Tokens of a prompt that could not be tokenised, about; 1 or more. An image counts the same however many bytes
-    it has: what it becomes depends on the model, and hardly on how it was compressed."""
-    characters, media = 0, int(fields.prompt_embeds is not None)
-    several = isinstance(fields.prompt, list) and fields.prompt and not isinstance(fields.prompt[0], int)
-    parts: list[Any] = [fields.prompt[0] if several else fields.prompt]
-    for message in fields.messages if isinstance(fields.messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        parts += content if isinstance(content, list) else [content]
-    for part in parts:
-        match part:
-            case str() as text:
-                characters += len(text)
-            case {"text": str() as text}:
-                characters += len(text)
-            case {"type": _}:
-                media += 1
-            case list() as ids:
-                characters += CHARACTERS * len(ids)
-    return max(1, characters // CHARACTERS + MEDIA_TOKENS * media)
+def _unknown(fields: _Fields, tokens: Tokens) -> Sequence[Any]:
+    """What of the prompt `tokens` does not cover."""
+    if isinstance(fields.messages, list):
+        readable = [message for message in fields.messages if isinstance(message, dict)]
+        return readable[(media_at(readable) or 0) if tokens.ids else 0 :]
+    if fields.prompt_embeds is not None:
+        return [fields.prompt_embeds]
+    match fields.prompt:
+        case [str() | list() as prompt, *_]:
+            return [prompt]
+        case prompt:
+            return [prompt]
 
 
 def _with(raw: bytes, changes: Mapping[str, str]) -> bytes:

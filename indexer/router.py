@@ -575,19 +575,19 @@ class Router:
         caller: Caller = TRUSTED,
         *,
         admit: Callable[[Candidate], bool] | None = None,
-        at_least: int = 0,
+        stand_ins: int = 0,
     ) -> RouteResponse:
         """Which replica should serve the prompt, with its load reserved.
 
-        admit: whom to choose from, of those worth choosing. at_least: tokens the prompt has, where only its beginning
-        (or nothing: `token_ids` may be empty here) could be tokenised.
+        admit: whom to choose from, of those worth choosing. stand_ins: how many of `token_ids`, the last ones, are no
+        tokens but stand for what could not be tokenised.
         Raises as `match`, InvalidField for an unknown policy, and NoReplica if there is nobody to choose from.
         """
         if self._reservations.shared:
-            looking = self._look_up(request, caller, at_least=at_least)
+            looking = self._look_up(request, caller, partial=stand_ins > 0)
             answer, _ = await asyncio.gather(looking, self._reservations.refresh())
         else:
-            answer = await self._look_up(request, caller, at_least=at_least)
+            answer = await self._look_up(request, caller, partial=stand_ins > 0)
         policy = self._policy(request)
         candidates = self._candidates(answer)
         if admit is not None:
@@ -604,7 +604,7 @@ class Router:
             uncached_tokens=answer.prompt_tokens - chosen.reusable_tokens,
         )
         holder = _holder(answer, chosen.ref)
-        self._expect(reservation.id, holder, chosen)
+        self._expect(reservation.id, holder, chosen, confirmed=not stand_ins)
         self._feedbacks.expect(reservation.id, _prediction(answer, holder, candidates, chosen))
         decided = self.decisions.add(
             model=request.model,
@@ -743,7 +743,7 @@ class Router:
         outcome = None
         prediction = self._feedbacks.take(feedback.reservation)
         if prediction is not None:
-            self._metrics.predicted(before.predicted_tokens, feedback.cached_tokens)
+            self._metrics.predicted(prediction.predicted_tokens, feedback.cached_tokens)
             self.decisions.served(before.id, feedback.cached_tokens)
             outcome = await self._judge(prediction, feedback, caller)
         if feedback.finished:
@@ -865,7 +865,7 @@ class Router:
         caller.may_use(request.model)
         return self.models.resolve(request.model)
 
-    async def _look_up(self, request: PromptRequest, caller: Caller, *, at_least: int = 0) -> _Answer:
+    async def _look_up(self, request: PromptRequest, caller: Caller, *, partial: bool = False) -> _Answer:
         target = self._target(request, caller)
         extras = self._extras(request, caller, target)
         spaces = self._by_model.get(target.model) or await self._spaces_of(target.model)
@@ -878,8 +878,7 @@ class Router:
             ]
         else:
             found = await self._ask_all(spaces, tokens, extras)
-        note = tokenized.note or (PARTIAL if at_least else None)
-        return self._answer(request, found, max(len(tokens), at_least), note)
+        return self._answer(request, found, len(tokens), PARTIAL if partial else tokenized.note)
 
     @staticmethod
     def _answer(
@@ -992,8 +991,9 @@ class Router:
             expected_output_tokens=self._learned.output_tokens,
         )
 
-    def _expect(self, reservation: str, holder: _Holder | None, chosen: Candidate) -> None:
-        """A request is on its way: what it will put into a cache, and what it will teach."""
+    def _expect(self, reservation: str, holder: _Holder | None, chosen: Candidate, *, confirmed: bool) -> None:
+        """A request is on its way: what it will put into a cache, and what it will teach. confirmed: the index will
+        have all of its blocks."""
         now = self._clock()
         ref = chosen.ref
         (reserved,) = self._reservations.totals((ref,))
@@ -1005,7 +1005,9 @@ class Router:
             if found.chain is not None:
                 keys = found.chain.keys(found.chain.blocks)
                 lag_s = view.status.lag_s if found.state(view) == "exact" else None
-                self._placements.sent(reservation, incarnation, keys, chosen.matched_blocks, now, lag_s=lag_s)
+                self._placements.sent(
+                    *(reservation, incarnation, keys, chosen.matched_blocks, now), lag_s=lag_s, confirmed=confirmed
+                )
 
     def _policy(self, request: RouteRequest) -> Policy:
         return self._policy_of(self.models.resolve(request.model).model, request.policy)
@@ -1274,7 +1276,8 @@ def _prediction(answer: _Answer, holder: _Holder | None, candidates: Candidates,
         block_size=size,
         prompt_tokens=answer.prompt_tokens,
         whole=answer.note is None,
-        predicted_tokens=chosen.reusable_tokens,
+        # How many tokens stand-ins are is a guess; what is compared are those the index showed.
+        predicted_tokens=chosen.reusable_tokens if answer.note is None else len(keys) // KEY_BYTES * size,
         indexed_tokens=len(keys) // KEY_BYTES * size,
         diverted_tokens=max(candidates.reusable) - chosen.reusable_tokens,
     )

@@ -82,17 +82,30 @@ class EngineTokenize:
         if request.prompt is not None:
             body["prompt"] = request.prompt
         else:
-            body |= {"messages": request.messages, "add_generation_prompt": request.add_generation_prompt}
+            # What precedes the first media part; the engine's answer does not tell what an image will become.
+            messages = request.messages or []
+            first = media_at(messages)
+            if first == 0:
+                return Tokens([], MEDIA_NOTE)
+            if first is None:
+                body |= {"messages": messages, "add_generation_prompt": request.add_generation_prompt}
+            else:
+                note = MEDIA_NOTE
+                request = msgspec.structs.replace(request, continue_final_message=False)
+                body |= {"messages": messages[:first], "add_generation_prompt": False}
             for name in ("tools", "documents", "continue_final_message", "chat_template_kwargs"):
                 if value := getattr(request, name):
                     body[name] = value
-            if media_at(request.messages or ()) is not None:
-                note = MEDIA_NOTE
         if request.add_special_tokens is not None:
             body["add_special_tokens"] = request.add_special_tokens
         payload = msgspec.json.encode(body)
         for url in self._rng.sample(urls, min(ATTEMPTS, len(urls))):
-            tokens = await self._ask(f"{url.rstrip('/')}/tokenize", payload, field)
+            try:
+                tokens = await self._ask(f"{url.rstrip('/')}/tokenize", payload, field)
+            except InvalidField:
+                if note is None:
+                    raise
+                return Tokens([], note)  # a template may refuse the beginning of what it accepts as a whole
             if tokens is not None:
                 return Tokens(tokens, note)
         raise NoReplica("no engine of this model could tokenise the prompt", field=field, remedy=_REMEDY)

@@ -7,17 +7,20 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
+import msgspec
 import openai
 import pytest
 from aiohttp import web
 from metatrie.indexer.load import LocalReservations
 from metatrie.indexer.models import ModelConfig
-from metatrie.indexer.proxy import HEADER, MEDIA_TOKENS, ProxyConfig
+from metatrie.indexer.proxy import HEADER, ProxyConfig
 from metatrie.indexer.router import RouterConfig
+from metatrie.indexer.stand_ins import MEDIA_TOKENS
+from metatrie.indexer.tenants import Tenants, TenantsConfig
 from yarl import URL
 
 StartScripted = Callable[..., Awaitable[Any]]
@@ -501,6 +504,17 @@ async def test_media_is_matched_up_to_its_message_and_says_so(open_front: OpenFr
     assert "media" in answer["note"]
 
 
+async def test_an_engine_is_asked_about_what_precedes_the_media(open_front: OpenFront) -> None:
+    front = await open_front(engines=1)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    media = {"role": "user", "content": [image]}
+    for before, tokens in ((CHAT["messages"], len(b"\0user\n") + len(TEXT) + len(b"\0\n")), ([], 0)):
+        status, answer, _ = await front.post("/v1/match", {"model": "m", "messages": [*before, media]})
+        assert status == 200
+        assert answer["prompt_tokens"] == tokens
+        assert "media" in answer["note"]
+
+
 async def test_an_image_weighs_the_same_however_many_bytes_it_has(
     open_front: OpenFront, scripted: StartScripted
 ) -> None:
@@ -519,7 +533,53 @@ async def test_an_image_weighs_the_same_however_many_bytes_it_has(
         content = [{"type": "text", "text": "what is in this picture?" * 10}, image]
         body = {"model": "m", "messages": [{"role": "user", "content": content}]}
         assert (await front.post("/v1/chat/completions", body))[0] == 200
-    assert reserved == [MEDIA_TOKENS + 60] * 2
+    assert len(set(reserved)) == 1
+    assert MEDIA_TOKENS < reserved[0] < 2 * MEDIA_TOKENS
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "engine"])
+async def test_a_conversation_about_an_image_stays_where_it_was(
+    open_front: OpenFront, scripted: StartScripted, tokenizer: str
+) -> None:
+    """The index cannot know its blocks; what was sent where decides. Nobody else's conversation is drawn along."""
+    tenants = Tenants(
+        msgspec.convert(
+            {
+                "salt": {"version": 1, "secrets": {"1": "0123456789abcdef"}},
+                "tenants": {name: {"tokens": [f"{name}-token-0123456789"]} for name in ("a", "b")},
+            },
+            TenantsConfig,
+        )
+    )
+    # Its ties are broken by chance, while the default notices which engine answers sooner.
+    router = RouterConfig(models={"m": ModelConfig(tokenizer=tokenizer)}, policy="affinity_only")
+    engines = [await scripted(fine) for _ in range(2)]
+    front = await open_front(
+        urls=[e.url for e in engines], router=router, authenticate=tenants, salt_of=tenants.salt_of
+    )
+
+    async def ask(tenant: str, *messages: dict[str, Any]) -> Mapping[str, str]:
+        body = {"model": "m", "messages": messages}
+        status, _, headers = await front.post(
+            "/v1/chat/completions", body, Authorization=f"Bearer {tenant}-token-0123456789"
+        )
+        assert status == 200
+        assert headers[HEADER + "Matched-Blocks"] == "0"
+        return headers
+
+    went: set[str] = set()
+    for number in range(20):
+        image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{number:04}"}}
+        first = {"role": "user", "content": [image, {"type": "text", "text": "what is this?"}]}
+        turns = [first, {"role": "assistant", "content": "a cat"}, {"role": "user", "content": "and its colour?"}]
+        before = await ask("a", first)
+        assert before[HEADER + "Reusable-Tokens"] == "0"
+        after = await ask("a", *turns)
+        assert after[HEADER + "Replica"] == before[HEADER + "Replica"]
+        assert int(after[HEADER + "Reusable-Tokens"]) >= MEDIA_TOKENS
+        assert (await ask("b", *turns))[HEADER + "Reusable-Tokens"] == "0"
+        went.add(after[HEADER + "Replica"])
+    assert len(went) == 2
 
 
 @pytest.mark.parametrize(

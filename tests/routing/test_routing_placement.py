@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from metatrie.indexer.placement import LAGS, MARGIN_S, Placements
+from metatrie.indexer.placement import LAGS, MARGIN_S, UNCONFIRMED_S, Placements
 from metatrie.proto.hashing import BlockKey
 from metatrie.proto.index import Incarnation
 
@@ -64,6 +64,15 @@ def test_it_counts_no_longer_than_the_events_lag() -> None:
             if not depth(placements, ONE, keys(request), 0):
                 ends.setdefault(request, tenths / 10)
     assert ends == {"a": 11, "b": 1 + MARGIN_S, "c": 1 + MARGIN_S + LAGS * 0.5, "d": 11}
+
+
+def test_what_no_event_will_confirm_counts_longer() -> None:
+    placements = Placements()
+    placements.sent("r", ONE, keys("abc"), 1, now=0, lag_s=0.0, confirmed=False)
+    placements.computed("r", 10)
+    for now, blocks in ((10 + UNCONFIRMED_S - 1, 3), (10 + UNCONFIRMED_S, 1)):
+        placements.expire(now)
+        assert depth(placements, ONE, keys("abcd"), 1) == blocks
 
 
 def test_an_earlier_requests_end_never_removes_a_later_ones_blocks() -> None:
