@@ -721,9 +721,18 @@ class PageReader:
 
 def _look_closer(table: _Table, rows: Sequence[bytes | None], closer: _Closer) -> None:
     """Count what these replicas hold in a page that was read whole."""
-    runs = _runs(rows)
+    runs, single, masks = _runs(rows), table.single, table.masks
     for incarnation, counts, passes in closer:
-        held = _count(table, incarnation, runs, counts)
+        tier = single.get(incarnation)
+        if tier is None:
+            held = _count(table, incarnation, runs, counts)
+        else:  # the same, for what nearly all are
+            mask, held = masks[incarnation], 0
+            for bitmap, blocks in runs:
+                if not bitmap & mask:
+                    break
+                held += blocks
+            counts[tier] += held
         if passes:
             # It passed when the ends were read; a block that went since then counts as in storage.
             counts[2] += len(rows) - held
