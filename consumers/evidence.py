@@ -45,13 +45,13 @@ class Departures:
 
     def note(self, delta: Delta, seq: int, ts: float) -> None:
         """What a batch changed."""
-        left = self._left
+        left, departure = self._left, Departure(seq, ts)
         if delta.reset:
             left.clear()
-            self.emptied = Departure(seq, ts)
+            self.emptied = departure
         for key in delta.writes.gone():
-            left.pop(key, None)
-            left[key] = Departure(seq, ts)
+            left[key] = departure
+            left.move_to_end(key)
         while len(left) > self._most:
             left.popitem(last=False)
 

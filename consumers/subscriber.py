@@ -1,8 +1,9 @@
 """ZeroMQ sockets around one Stream: the live subscription, replay requests, and the connection's health.
 
-One task owns all sockets, so the state machine is never entered twice. A replay gets a fresh DEALER socket each time:
-replies to an abandoned request die with their socket. Engines that publish nothing are silent, as is a dead link; the
-socket monitor tells the two apart.
+One task owns all sockets, so the state machine is never entered twice. It sleeps until the descriptor of one of them
+shows that something changed (and not: that something is there), and then takes from each until there is no more. A
+replay gets a fresh DEALER socket each time: replies to an abandoned request die with their socket. Engines that
+publish nothing are silent, as is a dead link; the socket monitor tells the two apart.
 
 Bounds: `MAX_MESSAGE` per message; `LIVE_HWM` messages queued by ZeroMQ for the live subscription (a slower consumer
 loses messages, sees a gap and replays it); at most `BURST` messages are taken before the event loop gets its turn.
@@ -17,7 +18,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from ..proto.events import MAX_PAYLOAD_BYTES
@@ -47,17 +47,17 @@ class Subscriber:
         topic: prefix filter, as ZeroMQ applies it to the first frame."""
         self._stream, self._handle, self._clock = stream, handle, clock
         self._events, self._replay, self._topic = events, replay, topic.encode()
-        self._dealer: zmq.asyncio.Socket | None = None
+        self._dealer: zmq.Socket[bytes] | None = None
+        self._wake = asyncio.Event()
         self._request = 0
         self._links = 0
         """Connections of the subscription; more than one only where we bind."""
 
     async def run(self) -> None:
         """Until cancelled."""
-        context = zmq.asyncio.Context()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         sub = context.socket(zmq.SUB)
         monitor = None
-        poller = zmq.asyncio.Poller()
         try:
             sub.setsockopt(zmq.LINGER, 0)
             sub.setsockopt(zmq.RCVHWM, LIVE_HWM)
@@ -69,55 +69,57 @@ class Subscriber:
             sub.setsockopt(zmq.SUBSCRIBE, self._topic)
             monitor = sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
             attach(sub, self._events)
-            poller.register(sub, zmq.POLLIN)
-            poller.register(monitor, zmq.POLLIN)
-            await self._loop(context, poller, sub, monitor)
+            self._watch(sub)
+            self._watch(monitor)
+            await self._loop(context, sub, monitor)
         finally:
-            self._close_dealer(poller)
+            self._close_dealer()
+            self._unwatch(sub)
             if monitor is not None:
+                self._unwatch(monitor)
                 sub.disable_monitor()
             sub.close(0)
             context.destroy(linger=0)
 
     async def _loop(
-        self,
-        context: zmq.asyncio.Context,
-        poller: zmq.asyncio.Poller,
-        sub: zmq.asyncio.Socket,
-        monitor: zmq.asyncio.Socket,
+        self, context: zmq.Context[zmq.Socket[bytes]], sub: zmq.Socket[bytes], monitor: zmq.Socket[bytes]
     ) -> None:
-        stream, clock = self._stream, self._clock
+        stream, clock, wake = self._stream, self._clock, self._wake
+        loop = asyncio.get_running_loop()
         while True:
-            ready = dict(await poller.poll(TICK_S * 1000))
+            tick = loop.call_later(TICK_S, wake.set)
+            await wake.wait()
+            tick.cancel()
+            wake.clear()
             now = clock()
             # ZeroMQ reports a connection before what comes through it. Taking the messages first and the reports
             # second, no message of a new connection is ever applied ahead of its report.
-            messages = _drain(sub) if sub in ready else []
-            for frames in _drain(monitor):
+            messages = self._drain(sub)
+            for frames in self._drain(monitor):
                 event = parse_monitor_message(frames)["event"]
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._links += 1
-                    self._do(context, poller, stream.connected(now))
+                    self._do(context, stream.connected(now))
                 elif event == zmq.EVENT_DISCONNECTED and self._links:
                     self._links -= 1
                     if not self._links:
-                        self._do(context, poller, stream.disconnected(now))
-            if self._dealer is not None and self._dealer in ready:
+                        self._do(context, stream.disconnected(now))
+            if self._dealer is not None:
                 request = self._request
-                for frames in _drain(self._dealer):
-                    self._do(context, poller, stream.replayed(frames, request, now))
+                for frames in self._drain(self._dealer):
+                    self._do(context, stream.replayed(frames, request, now))
             for frames in messages:
-                self._do(context, poller, stream.live(frames, now))
-            self._do(context, poller, stream.tick(now))
+                self._do(context, stream.live(frames, now))
+            self._do(context, stream.tick(now))
             if self._dealer is not None and not stream.waiting:
-                self._close_dealer(poller)
-            if ready:
+                self._close_dealer()
+            if wake.is_set():
                 await asyncio.sleep(0)
 
-    def _do(self, context: zmq.asyncio.Context, poller: zmq.asyncio.Poller, actions: list[Action]) -> None:
+    def _do(self, context: zmq.Context[zmq.Socket[bytes]], actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, RequestReplay):
-                self._close_dealer(poller)
+                self._close_dealer()
                 if self._replay is None:
                     continue
                 dealer = context.socket(zmq.DEALER)
@@ -127,16 +129,34 @@ class Subscriber:
                 attach(dealer, self._replay)
                 # Queued by ZeroMQ until the connection stands; never blocks on a fresh socket.
                 dealer.send_multipart([b"", action.start.to_bytes(8, "big")], flags=zmq.NOBLOCK)
-                poller.register(dealer, zmq.POLLIN)
+                self._watch(dealer)
+                self._wake.set()  # sending may have taken note of a change that nobody looked at
                 self._dealer, self._request = dealer, action.request
         if actions:
             self._handle(actions)
 
-    def _close_dealer(self, poller: zmq.asyncio.Poller) -> None:
+    def _watch(self, socket: zmq.Socket[bytes]) -> None:
+        asyncio.get_running_loop().add_reader(socket.fileno(), self._wake.set)
+
+    def _unwatch(self, socket: zmq.Socket[bytes]) -> None:
+        asyncio.get_running_loop().remove_reader(socket.fileno())
+
+    def _close_dealer(self) -> None:
         if self._dealer is not None:
-            poller.unregister(self._dealer)
+            self._unwatch(self._dealer)
             self._dealer.close(0)
             self._dealer = None
+
+    def _drain(self, socket: zmq.Socket[bytes]) -> list[list[bytes]]:
+        """What has arrived; of more than BURST messages the rest with the next turn."""
+        messages: list[list[bytes]] = []
+        try:
+            while len(messages) < BURST:
+                messages.append(socket.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            return messages
+        self._wake.set()
+        return messages
 
 
 def attach(socket: zmq.Socket[Any], endpoint: str) -> None:
@@ -148,16 +168,3 @@ def attach(socket: zmq.Socket[Any], endpoint: str) -> None:
         socket.bind(endpoint)
     else:
         socket.connect(endpoint)
-
-
-def _drain(socket: zmq.asyncio.Socket) -> list[list[bytes]]:
-    """What has arrived, at most BURST messages."""
-    # A synchronous view of the same socket: a future per message would cost more than the message.
-    plain: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
-    messages: list[list[bytes]] = []
-    try:
-        while len(messages) < BURST:
-            messages.append(plain.recv_multipart(zmq.NOBLOCK))
-    except zmq.Again:
-        pass
-    return messages
