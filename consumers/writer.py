@@ -33,7 +33,7 @@ import msgspec
 
 from ..proto.errors import StoreError, StoreRefused, Superseded
 from ..proto.hashing import BlockKey
-from ..proto.index import BlockWrite, Claim, Index, PackedWrites, PageHead, ReplicaSpec, ReplicaStatus
+from ..proto.index import Claim, Index, PackedWrites, PageHead, ReplicaSpec, ReplicaStatus
 from .inventory import Delta, Inventory
 from .lag import Lag
 
@@ -414,14 +414,13 @@ class IndexWriter:
         # Pages written after this line are left out of the round: their verified content would be older.
         self._touched = {head for head, _ in self._merge().by_page()}
         claim = self.claim
-        pages: dict[PageHead, list[BlockWrite]] = {}
-        for write in self._inventory.attached_writes():
-            pages.setdefault(write.head, []).append(write)
+        pages = self._inventory.attached_writes().pages()
         heads = list(pages)
         for at in range(0, len(heads), REFRESH_PAGES):
             if claim is None or self.claim is not claim or self._fresh_life:
                 return
-            blocks = [w for h in heads[at : at + REFRESH_PAGES] if h not in self._touched for w in pages[h]]
+            some = [pages[head].raw for head in heads[at : at + REFRESH_PAGES] if head not in self._touched]
+            blocks = PackedWrites(b"".join(some))
             if blocks:
                 self._version += 1
                 self.stats.repaired += await self._index.refresh(claim.incarnation, self._version, blocks)

@@ -233,6 +233,16 @@ class PackedWrites(Sequence[BlockWrite]):
             pages.setdefault(head, {})[key] = key + bytes((tiers,))
         return [(head, b"".join(entries.values())) for head, entries in pages.items()]
 
+    def pages(self) -> dict[PageHead, PackedWrites]:
+        """The writes of each page, in order."""
+        if kernel is not None:
+            return {PageHead(head): PackedWrites(raw) for head, raw in kernel.pages_of_writes(self.raw)}
+        pages: dict[PageHead, list[bytes]] = {}
+        for at in range(0, len(self.raw), self.SIZE):
+            write = self.raw[at : at + self.SIZE]
+            pages.setdefault(PageHead(write[2 * KEY_BYTES : 3 * KEY_BYTES]), []).append(write)
+        return {head: PackedWrites(b"".join(writes)) for head, writes in pages.items()}
+
     @staticmethod
     def merged(parts: Sequence[PackedWrites]) -> PackedWrites:
         """The newest state of every block, of parts in the order they arose, in the order `Index.write` asks for:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Final, Protocol, cast
 
-INTERFACE: Final = 9
+INTERFACE: Final = 10
 """Version of the functions below; a kernel of another one is not used."""
 PURE_VARIABLE: Final = "METATRIE_PURE"
 
@@ -78,6 +78,10 @@ class Kernel(Protocol):
 
     def writes_by_page(self, raw: bytes) -> list[tuple[bytes, bytes]]:
         """PackedWrites.by_page, of raw writes."""
+        ...
+
+    def pages_of_writes(self, raw: bytes) -> list[tuple[bytes, bytes]]:
+        """PackedWrites.pages, of raw writes."""
         ...
 
 

@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
 /// What `proto/native.py` expects; changes with every change of a signature.
-const INTERFACE: u32 = 9;
+const INTERFACE: u32 = 10;
 
 /// Cut the `token_ids` of a JSON object out: (packed little-endian u32, the document with `[0]` in their place), or
 /// None where the document must be decoded the ordinary way.
@@ -146,6 +146,13 @@ fn merge_writes<'py>(py: Python<'py>, parts: Vec<Bound<'py, PyBytes>>) -> Bound<
     PyBytes::new(py, &writes::merge(&parts))
 }
 
+/// Per page of these packed writes, in the order they first occur: its head, and its writes.
+#[pyfunction]
+fn pages_of_writes<'py>(py: Python<'py>, raw: &[u8]) -> PyResult<Bound<'py, PyList>> {
+    let pages = writes::pages(raw);
+    PyList::new(py, pages.iter().map(|(head, writes)| (PyBytes::new(py, head), PyBytes::new(py, writes))))
+}
+
 /// Per page of these packed writes, in the order they first occur: its head, and key and tiers of each block.
 #[pyfunction]
 fn writes_by_page<'py>(py: Python<'py>, raw: &[u8]) -> PyResult<Bound<'py, PyList>> {
@@ -167,5 +174,6 @@ fn metatrie_native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(plain_batch, m)?)?;
     m.add_function(wrap_pyfunction!(merge_writes, m)?)?;
     m.add_function(wrap_pyfunction!(writes_by_page, m)?)?;
+    m.add_function(wrap_pyfunction!(pages_of_writes, m)?)?;
     Ok(())
 }

@@ -92,6 +92,20 @@ pub fn by_page(raw: &[u8]) -> Vec<(Key, Vec<u8>)> {
     pages
 }
 
+/// The writes of each page, in the order pages first occur.
+pub fn pages(raw: &[u8]) -> Vec<(Key, Vec<u8>)> {
+    let mut pages: Vec<(Key, Vec<u8>)> = Vec::new();
+    let mut places: HashMap<Key, usize, KeyHash> = HashMap::default();
+    for write in raw.chunks_exact(SIZE) {
+        let place = *places.entry(head(write)).or_insert_with(|| {
+            pages.push((head(write), Vec::new()));
+            pages.len() - 1
+        });
+        pages[place].1.extend_from_slice(write);
+    }
+    pages
+}
+
 /// Keys are parts of SHA-256 hashes, or names an engine chose; mixing keeps the latter from piling up.
 #[derive(Default, Clone)]
 pub struct KeyHash;

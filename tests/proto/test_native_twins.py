@@ -330,5 +330,9 @@ def test_writes_by_page(writes: list[BlockWrite]) -> None:
     pages: dict[PageHead, dict[BlockKey, bytes]] = {}
     for write in writes:
         pages.setdefault(write.head, {})[write.key] = bytes((write.tiers,))
+    whole: dict[PageHead, list[BlockWrite]] = {}
+    for write in writes:
+        whole.setdefault(write.head, []).append(write)
+    assert {head: list(page) for head, page in PackedWrites.of(writes).pages().items()} == whole
     found = PackedWrites.of(writes).by_page()
     assert found == [(head, b"".join(k + t for k, t in blocks.items())) for head, blocks in pages.items()]
