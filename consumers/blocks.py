@@ -9,7 +9,7 @@ were touched. After it, the writes it returned, applied to an index that had all
 attached part.
 
 `block_table` and `copies` give the native kernel's twins of the classes here, where there is a kernel: the same
-methods with the same answers, at a fifth of the memory (about 110 bytes a block) and a tenth of the time.
+methods with the same answers, at a quarter of the memory (about 120 bytes a block) and a fraction of the time.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ differed.
 Invariants: a block has a mask exactly while some holder has it, and a bit is set in it exactly while that holder's
 page lists the block. Versions: within a page an older version than the newest seen is ignored.
 
-`holdings` gives the native kernel's twin where there is a kernel: the same answers at about 45 bytes an entry.
+`holdings` gives the native kernel's twin where there is a kernel: the same answers at about 50 bytes an entry.
 """
 
 from __future__ import annotations

@@ -116,8 +116,7 @@ pub fn plain(batch: &[u8]) -> Option<Batch<'_>> {
     }
     let ts = scan.real()?;
     let count = scan.array()?;
-    // An event takes a byte at least, so what is reserved is bounded by what was sent.
-    let mut events = Vec::with_capacity(count.min(batch.len() - scan.at));
+    let mut events = Vec::new(); // grows with what is there, whatever length was declared
     for _ in 0..count {
         events.push(scan.event()?);
     }
@@ -228,6 +227,7 @@ impl<'a> Scan<'a> {
 
     fn names(&mut self) -> Option<Vec<u64>> {
         let count = self.array()?;
+        // A name takes a byte at least, so what is reserved is bounded by what was sent.
         let mut names = Vec::with_capacity(count.min(self.data.len() - self.at));
         for _ in 0..count {
             names.push(self.name()?);
