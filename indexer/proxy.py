@@ -308,15 +308,22 @@ class Proxy:
             return _error(error.status, text)
 
     async def _list_models(self, http: web.Request, caller: Caller) -> web.Response:
-        cards = self._router.models.cards(self._router.model_names())
-        cards = [card for card in cards if caller.models is None or card["id"] in caller.models]
         wanted = http.match_info.get("model")
+        cards = self._cards(caller)
+        if not cards or not (wanted is None or wanted in cards):
+            with contextlib.suppress(StoreError):
+                await self._router.refresh()  # it may have been announced a moment ago
+            cards = self._cards(caller)
         if wanted is None:
-            return _json({"object": "list", "data": cards})
-        for card in cards:
-            if card["id"] == wanted:
-                return _json(card)
+            return _json({"object": "list", "data": list(cards.values())})
+        if wanted in cards:
+            return _json(cards[wanted])
         raise _no_such_model()
+
+    def _cards(self, caller: Caller) -> dict[str, dict[str, Any]]:
+        """What this caller may name, by name."""
+        cards = {card["id"]: card for card in self._router.models.cards(self._router.model_names())}
+        return {name: card for name, card in cards.items() if caller.models is None or name in caller.models}
 
     async def _complete(self, http: web.Request, caller: Caller) -> _Response:
         started = self._clock()

@@ -21,6 +21,8 @@ from metatrie.indexer.proxy import HEADER, ProxyConfig
 from metatrie.indexer.router import RouterConfig
 from metatrie.indexer.stand_ins import MEDIA_TOKENS
 from metatrie.indexer.tenants import Tenants, TenantsConfig
+from metatrie.proto.hashing import Namespace
+from metatrie.proto.index import ReplicaRef, ReplicaSpec
 from yarl import URL
 
 StartScripted = Callable[..., Awaitable[Any]]
@@ -502,6 +504,17 @@ async def test_media_is_matched_up_to_its_message_and_says_so(open_front: OpenFr
     assert int(headers[HEADER + "Prompt-Blocks"]) == whole_first_message // 16
     _, answer, _ = await front.post("/v1/match", {"model": "m", "messages": messages})
     assert "media" in answer["note"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/m"])
+async def test_a_model_is_listed_as_soon_as_it_is_announced(open_front: OpenFront, path: str) -> None:
+    front = await open_front(router=RouterConfig(poll_interval_s=60))
+    index = await front.store.open(Namespace(model="m"))
+    spec = ReplicaSpec(ref=ReplicaRef("r"), engine="vllm", url="http://127.0.0.1:1")
+    await index.claim(spec, owner="test", lease_s=3600, activate=True)
+    status, answer = await front.get(path)
+    assert status == 200
+    assert "m" in (answer.get("id"), *(card["id"] for card in answer.get("data", ())))
 
 
 async def test_an_engine_is_asked_about_what_precedes_the_media(open_front: OpenFront) -> None:
