@@ -29,6 +29,7 @@ _REMOVED = 20
 _BLOCKS = 224
 _SYSTEM = 96
 _BATCH = 32
+_ROUNDS = 3
 _FLOOR_CALLS = 2000
 _ONE_HSET = """
 local fields = {}
@@ -117,59 +118,74 @@ class _HashPerBlock:
 
 
 async def layouts(url: str, rng: random.Random) -> list[Figure]:
-    """Writes, removals and queries in every layout."""
+    """Writes, removals and queries in every layout: of _ROUNDS rounds taken in turn the least, since what else runs
+    on the machine only adds to a server's processor time."""
     system = [keys_of(rng, _SYSTEM) for _ in range(8)]
     chains = [rng.choice(system) + keys_of(rng, _BLOCKS) for _ in range(_CONVERSATIONS)]
     homes = [rng.sample(range(_REPLICAS), 1 if rng.random() < 0.9 else 2) for _ in chains]
     client: Redis = Redis.from_url(url)
-    figures = []
-    costs: dict[str, tuple[float, float]] = {}
+    costs: dict[str, list[tuple[float, float, float]]] = {"metatrie": [], "llm-d": [], "kthena": []}
     try:
-        for name in ("metatrie", "llm-d", "kthena"):
-            await client.flushall()
-            layout: _Layout
-            if name == "metatrie":
-                store = await open_store(url)
-                layout = await register(await store.open(Namespace(model="layouts")), _REPLICAS)
-            else:
-                layout = _HashPerBlock(client, zset=name == "llm-d")
-            entries, before = 0, await server_cpu_us(client)
-            for chain, replicas in zip(chains, homes, strict=True):
-                for replica in replicas:
-                    for start in range(0, len(chain), _BATCH):
-                        await layout.write(replica, chain, start, min(start + _BATCH, len(chain)))
-                    entries += len(chain)
-            written = await server_cpu_us(client)
-            for chain in chains:
-                await layout.query(chain + keys_of(rng, 32))
-            queried = await server_cpu_us(client)
-            gone = 0
-            for chain, replicas in list(zip(chains, homes, strict=True))[:_REMOVED]:
-                for replica in replicas:
-                    gone += len(chain)
-                    for start in reversed(range(0, len(chain), _BATCH)):
-                        await layout.remove(replica, chain, start, min(start + _BATCH, len(chain)))
-            removed = await server_cpu_us(client)
-            writing = (written - before) / entries
-            removing, query = (removed - queried) / gone, (queried - written) / len(chains)
-            if name == "metatrie":
-                await store.close()
-            costs[name] = writing + removing, query
-            figures += [
-                Figure(f"{name}: write, server", "block", writing),
-                Figure(f"{name}: remove, server", "block", removing),
-                Figure(f"{name}: query of {_SYSTEM + _BLOCKS + 32} blocks, server", "query", query),
-            ]
-        figures += await _floors(client, rng)
+        for _ in range(_ROUNDS):
+            for name, rounds in costs.items():
+                await client.flushall()
+                if name == "metatrie":
+                    store = await open_store(url)
+                    pages = await register(await store.open(Namespace(model="layouts")), _REPLICAS)
+                    rounds.append(await _costs(client, pages, chains, homes, rng))
+                    await store.close()
+                else:
+                    layout = _HashPerBlock(client, zset=name == "llm-d")
+                    rounds.append(await _costs(client, layout, chains, homes, rng))
+        floors = await _floors(client, rng)
     finally:
         await client.aclose()
-    for other in ("llm-d", "kthena"):
-        ratios = [theirs / ours for theirs, ours in zip(costs[other], costs["metatrie"], strict=True)]
+    least = {name: [min(values) for values in zip(*rounds, strict=True)] for name, rounds in costs.items()}
+    figures = []
+    for name, (writing, removing, query) in least.items():
         figures += [
-            Figure(f"{other} ÷ metatrie: writes and removals", "block", ratios[0], "×", "≥ 10"),
-            Figure(f"{other} ÷ metatrie: queries", "query", ratios[1], "×", "≥ 10"),
+            Figure(f"{name}: write, server", "block", writing, target="≤ 2 µs" if name == "metatrie" else ""),
+            Figure(f"{name}: remove, server", "block", removing),
+            Figure(f"{name}: query of {_SYSTEM + _BLOCKS + 32} blocks, server", "query", query),
+        ]
+    figures += floors
+    ours = least["metatrie"]
+    for other in ("llm-d", "kthena"):
+        theirs = least[other]
+        changes = (theirs[0] + theirs[1]) / (ours[0] + ours[1])
+        figures += [
+            Figure(f"{other} ÷ metatrie: writes and removals", "block", changes, "×", "≥ 10"),
+            Figure(f"{other} ÷ metatrie: queries", "query", theirs[2] / ours[2], "×", "≥ 10"),
         ]
     return figures
+
+
+async def _costs(
+    client: Redis,
+    layout: _Layout,
+    chains: Sequence[list[BlockKey]],
+    homes: Sequence[Sequence[int]],
+    rng: random.Random,
+) -> tuple[float, float, float]:
+    """Processor time of the server per block written, per block removed and per query."""
+    entries, before = 0, await server_cpu_us(client)
+    for chain, replicas in zip(chains, homes, strict=True):
+        for replica in replicas:
+            for start in range(0, len(chain), _BATCH):
+                await layout.write(replica, chain, start, min(start + _BATCH, len(chain)))
+            entries += len(chain)
+    written = await server_cpu_us(client)
+    for chain in chains:
+        await layout.query(chain + keys_of(rng, 32))
+    queried = await server_cpu_us(client)
+    gone = 0
+    for chain, replicas in list(zip(chains, homes, strict=True))[:_REMOVED]:
+        for replica in replicas:
+            gone += len(chain)
+            for start in reversed(range(0, len(chain), _BATCH)):
+                await layout.remove(replica, chain, start, min(start + _BATCH, len(chain)))
+    removed = await server_cpu_us(client)
+    return (written - before) / entries, (removed - queried) / gone, (queried - written) / len(chains)
 
 
 async def _floors(client: Redis, rng: random.Random) -> list[Figure]:
