@@ -53,7 +53,7 @@ async def bench(
         figures = [*await layouts(redis_url, rng), *await footprint(redis_url, rng)]
         _show(console, sections, "Redis: layouts and memory", figures)
     if "versus" in parts:
-        queries, batches = (60, 1000) if quick else (300, 6000)
+        queries, batches = (100, 1000) if quick else (500, 6000)
         for title, url in (("Beside a peer, index in memory", None), ("Beside a peer, index in Redis", redis_url)):
             figures = await asyncio.to_thread(
                 side_by_side, rng, redis_url=url, peer_python=peer_python, queries=queries, batches=batches
