@@ -17,7 +17,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from typing import ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -43,6 +43,16 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prefilling: bool
     expires_at: float
     """On the owner's clock."""
+
+
+class Wanted(NamedTuple):
+    """What a routed request will be to the replica chosen for it."""
+
+    ref: ReplicaRef
+    predicted_tokens: int
+    """Prompt tokens expected to be found in its cache."""
+    uncached_tokens: int
+    """And to be computed."""
 
 
 class Pending(msgspec.Struct, gc=False):
@@ -116,8 +126,17 @@ class Reservations(Protocol):
 
     async def close(self) -> None: ...
 
+    async def place(self, choose: Callable[[str], Wanted]) -> Reservation:
+        """Reserve what `choose` says, from now until freed or expired.
+
+        choose(id of the reservation): called at once, and what it returns is in the totals before anything waits. It
+        is called again, a few times at most and without its own reservation in the totals, where another router turns
+        out to have chosen the same replica at the same moment. Raises what it raises; then nothing is reserved.
+        """
+        ...
+
     async def add(self, ref: ReplicaRef, *, predicted_tokens: int, uncached_tokens: int) -> Reservation:
-        """Reserve, from now until freed or expired."""
+        """The same for a choice that is made already."""
         ...
 
     async def end_prefill(self, reservation: str) -> Reservation | None:
@@ -186,12 +205,17 @@ class LocalReservations:
         return None
 
     async def add(self, ref: ReplicaRef, *, predicted_tokens: int, uncached_tokens: int) -> Reservation:
+        return await self.place(lambda _: Wanted(ref, predicted_tokens, uncached_tokens))
+
+    async def place(self, choose: Callable[[str], Wanted]) -> Reservation:
         self._expire()
+        ident = secrets.token_urlsafe(16)
+        ref, predicted_tokens, uncached_tokens = choose(ident)
         if len(self._held) >= self._capacity:
             self._remove(next(iter(self._held)))
             self._dropped += 1
         reservation = Reservation(
-            id=secrets.token_urlsafe(16),
+            id=ident,
             ref=ref,
             predicted_tokens=predicted_tokens,
             uncached_tokens=uncached_tokens,
@@ -254,6 +278,8 @@ _SAMPLES = 64.0
 """Requests a learned figure is the average of, with falling weight."""
 _LEAST_TOKENS = 512
 """A prefill shorter than that says more about the step it waited for than about the rate."""
+_DECLARED_TOKENS = 65_536.0
+"""The declared rate counts as so many tokens seen, or a router's first few samples would be all it goes by."""
 _OUTLIER = 8.0
 """A sample this many times off what is believed counts as that many times off."""
 
@@ -321,8 +347,13 @@ class Learned:
             return
         routed.first_token_at = now
         if routed.tokens >= _LEAST_TOKENS:
-            figures = self._figures.setdefault(routed.ref, _Figures())
             believed = self.speed(routed.ref)
+            figures = self._figures.get(routed.ref)
+            if figures is None:
+                figures = self._figures[routed.ref] = _Figures()
+            if not figures.tokens:
+                figures.tokens = _DECLARED_TOKENS
+                figures.ttft_s = _DECLARED_TOKENS / believed.prefill_tokens_per_s
             expected = routed.tokens / believed.prefill_tokens_per_s
             ttft = min(max(now - routed.at, expected / _OUTLIER), expected * _OUTLIER)
             keep = 1.0 - 1.0 / _SAMPLES

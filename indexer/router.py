@@ -86,10 +86,11 @@ from .load import (
     Pending,
     Reservations,
     SharesReservations,
+    Wanted,
 )
 from .models import ModelConfig, Models, Target
 from .placement import Placements
-from .policies import DEFAULT_POLICY, NO_CHAIN, Candidate, Candidates, Policy, RoutingRequest, make_policy
+from .policies import DEFAULT_POLICY, NO_CHAIN, Candidate, Candidates, Decision, Policy, RoutingRequest, make_policy
 from .tenants import TRUSTED, Caller, SaltOf
 from .text import TextTokenize
 from .tokenize import DEFAULT_TIMEOUT_S, EngineTokenize, Tokenize, Tokens
@@ -589,24 +590,29 @@ class Router:
         else:
             answer = await self._look_up(request, caller, partial=stand_ins > 0)
         policy = self._policy(request)
-        candidates = self._candidates(answer)
-        if admit is not None:
-            admitted = [candidate for candidate in candidates if admit(candidate)]
-            if not admitted:
-                raise NoReplica("no replica of this model can take the request now", remedy="retry later")
-            if len(admitted) < len(candidates):
-                candidates = Candidates.of(admitted)
-        decision = policy.choose(candidates, self._routing(request, answer))
+        asked = self._routing(request, answer)
+        decided: list[tuple[Decision, _Holder | None]] = []
+
+        def choose(reservation: str) -> Wanted:
+            decision, holder = self._choose(policy, asked, answer, admit, reservation, confirmed=not stand_ins)
+            decided.append((decision, holder))
+            cached = decision.candidate.reusable_tokens
+            return Wanted(decision.candidate.ref, cached, answer.prompt_tokens - cached)
+
+        reservation = await self._reservations.place(choose)
+        decision, holder = decided[-1]
         chosen = decision.candidate
-        reservation = await self._reservations.add(
+        policy.chosen(chosen, asked)
+        (reserved,) = self._reservations.totals((chosen.ref,))
+        self._learned.routed(
+            reservation.id,
             chosen.ref,
-            predicted_tokens=chosen.reusable_tokens,
-            uncached_tokens=answer.prompt_tokens - chosen.reusable_tokens,
+            tokens=reserved.tokens,
+            decoding=reserved.requests - reserved.prefills,
+            now=self._clock(),
         )
-        holder = _holder(answer, chosen.ref)
-        self._expect(reservation.id, holder, chosen, confirmed=not stand_ins)
-        self._feedbacks.expect(reservation.id, _prediction(answer, holder, candidates, chosen))
-        decided = self.decisions.add(
+        self._feedbacks.expect(reservation.id, _prediction(answer, holder, decision.candidates, chosen))
+        remembered = self.decisions.add(
             model=request.model,
             prompt_tokens=answer.prompt_tokens,
             looked=answer.looked(),
@@ -635,7 +641,7 @@ class Router:
             reason=decision.reason,
             reservation=reservation.id,
             explanation=decision.explain() if request.explain else None,
-            decision=decided,
+            decision=remembered,
         )
 
     async def explain(self, request: RouteRequest, caller: Caller = TRUSTED) -> ExplainResponse:
@@ -991,23 +997,39 @@ class Router:
             expected_output_tokens=self._learned.output_tokens,
         )
 
-    def _expect(self, reservation: str, holder: _Holder | None, chosen: Candidate, *, confirmed: bool) -> None:
-        """A request is on its way: what it will put into a cache, and what it will teach. confirmed: the index will
-        have all of its blocks."""
-        now = self._clock()
-        ref = chosen.ref
-        (reserved,) = self._reservations.totals((ref,))
-        self._learned.routed(
-            reservation, ref, tokens=reserved.tokens, decoding=reserved.requests - reserved.prefills, now=now
-        )
+    def _choose(
+        self,
+        policy: Policy,
+        request: RoutingRequest,
+        answer: _Answer,
+        admit: Callable[[Candidate], bool] | None,
+        reservation: str,
+        *,
+        confirmed: bool,
+    ) -> tuple[Decision, _Holder | None]:
+        """Decide, and count what the request will put into the chosen cache; instead of an earlier choice for the
+        same reservation. confirmed: the index will have all of its blocks."""
+        self._placements.cancel(reservation)
+        candidates = self._candidates(answer)
+        if admit is not None:
+            admitted = [candidate for candidate in candidates if admit(candidate)]
+            if not admitted:
+                raise NoReplica("no replica of this model can take the request now", remedy="retry later")
+            if len(admitted) < len(candidates):
+                candidates = Candidates.of(admitted)
+        decision = policy.choose(candidates, request, dry=True)
+        chosen = decision.candidate
+        holder = _holder(answer, chosen.ref)
         if holder is not None:
             found, incarnation, view = holder
             if found.chain is not None:
                 keys = found.chain.keys(found.chain.blocks)
                 lag_s = view.status.lag_s if found.state(view) == "exact" else None
+                now = self._clock()
                 self._placements.sent(
                     *(reservation, incarnation, keys, chosen.matched_blocks, now), lag_s=lag_s, confirmed=confirmed
                 )
+        return decision, holder
 
     def _policy(self, request: RouteRequest) -> Policy:
         return self._policy_of(self.models.resolve(request.model).model, request.policy)

@@ -5,6 +5,10 @@ scripts change it, so a reservation may be ended through any router, whose name 
 change is one round trip to one key. Before a decision a router reads the totals of all, in one round trip that runs
 beside the lookup, and not again within `REFRESH_S`.
 
+Routers that decide at the same moment do not know of each other. So a reservation is followed, in the same round
+trip, by another look: of two routers one at least then sees what the other did. Where that is on the replica it chose
+itself, it chooses again, and moves its reservation if that comes out differently.
+
 When a router dies its HASH expires, `lease_s` after its last sign of life, and its load is gone from every view. What
 nobody frees is freed by its own router after `ttl_s`.
 
@@ -32,7 +36,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from ..proto.errors import StoreError
+from ..proto.errors import CallerError, StoreError
 from ..proto.index import ReplicaRef
 from .load import (
     DEFAULT_CAPACITY,
@@ -42,6 +46,7 @@ from .load import (
     PerReplica,
     Reservation,
     ReservationCounts,
+    Wanted,
 )
 from .redis_link import Command, RedisLink, script
 
@@ -49,6 +54,8 @@ LEASE_S = 5.0
 """This long after a router's last sign of life its load stops counting."""
 REFRESH_S = 0.002
 """Age at which other routers' totals are read again."""
+MAX_CHOICES = 3
+"""Of one request: the last stands, whoever chose the same."""
 MAX_ROUTERS = 256
 MAX_NAMES = 65_536
 """Replica names remembered; the oldest goes first."""
@@ -104,6 +111,8 @@ class SharedReservations:
         self._changes = 0
         """Of ours, sent or done."""
         self._in_flight = 0
+        self._looks = self._seen = 0
+        """Begun, and the newest one whose answer the view has."""
         self._corrected_at = 0.0
         self._refreshed_at = float("-inf")
         self._refreshing: asyncio.Task[None] | None = None
@@ -168,25 +177,55 @@ class SharedReservations:
     # Changes
 
     async def add(self, ref: ReplicaRef, *, predicted_tokens: int, uncached_tokens: int) -> Reservation:
+        return await self.place(lambda _: Wanted(ref, predicted_tokens, uncached_tokens))
+
+    async def place(self, choose: Callable[[str], Wanted]) -> Reservation:
         if len(self._held) >= self._capacity:
             self._dropped += 1
             await self.free(next(iter(self._held)))
-        reservation = Reservation(
-            id=f"{self._router}.{secrets.token_urlsafe(12)}",
+        ident = f"{self._router}.{secrets.token_urlsafe(12)}"
+        wanted = choose(ident)
+        lease_ms = int(self._lease_s * 1000)
+        withdrawn: tuple[Command, ...] = ()
+        for choices in range(1, MAX_CHOICES + 1):
+            reservation = self._hold(ident, wanted)
+            name = _name(wanted.ref)
+            before = self._others.get(name, _NONE)
+            tokens = wanted.uncached_tokens, wanted.predicted_tokens
+            reserve = _RESERVE, _load_key(self._router), ident, name, *tokens, lease_ms
+            await self._send(*withdrawn, reserve, look=True)
+            requests, _, pending = self._others.get(name, _NONE)
+            if choices == MAX_CHOICES or self._away or (requests <= before[0] and pending <= before[2]):
+                break
+            # Others chose it too, at the same moment: seen from here, theirs came first.
+            if self._held.pop(ident, None) is None:
+                break  # dropped at the bound
+            self._change(wanted.ref, -1, -1, -wanted.uncached_tokens)
+            withdrawn = ((_UNRESERVE, _load_key(self._router), ident),)
+            try:
+                again = choose(ident)
+            except CallerError:
+                await self._send(*withdrawn)
+                raise
+            if again == wanted:
+                reservation = self._hold(ident, wanted)
+                break
+            wanted = again
+        return reservation
+
+    def _hold(self, ident: str, wanted: Wanted) -> Reservation:
+        ref, predicted_tokens, uncached_tokens = wanted
+        if _name(ref) not in self._names:
+            self._remember(ref)
+        reservation = self._held[ident] = Reservation(
+            id=ident,
             ref=ref,
             predicted_tokens=predicted_tokens,
             uncached_tokens=uncached_tokens,
             prefilling=True,
             expires_at=self._clock() + self._ttl_s,
         )
-        name = _name(ref)
-        if name not in self._names:
-            self._remember(ref)
-        self._held[reservation.id] = reservation
         self._change(ref, 1, 1, uncached_tokens)
-        lease_ms = int(self._lease_s * 1000)
-        tokens = uncached_tokens, predicted_tokens
-        await self._send((_RESERVE, _load_key(self._router), reservation.id, name, *tokens, lease_ms))
         return reservation
 
     async def end_prefill(self, reservation: str) -> Reservation | None:
@@ -216,17 +255,21 @@ class SharedReservations:
             del self._ours[ref]
         self._add_up(ref)
 
-    async def _send(self, command: Command) -> None:
-        """A change of ours, known locally already."""
+    async def _send(self, *changes: Command, look: bool = False) -> None:
+        """Changes of ours, known locally already. look: see the others' as they are after them, in the same round
+        trip where there is one server: of two routers that do so, one at least sees what the other did."""
         if self._away:
             self._unshared += 1
             return
         self._changes += 1
         self._in_flight += 1
         try:
-            await self._link.run([command])
+            if look:
+                await self._look(changes)
+            else:
+                await self._link.run(changes[-1:], first=changes[:-1])
         except StoreError:
-            self._away = True
+            self._lost()
             self._unshared += 1
         finally:
             self._in_flight -= 1
@@ -264,7 +307,7 @@ class SharedReservations:
 
     def _add_up(self, ref: ReplicaRef) -> None:
         """Its total anew."""
-        requests, prefills, tokens = self._others.get(_name(ref), (0, 0, 0))
+        requests, prefills, tokens = self._others.get(_name(ref), _NONE)
         total = self._totals[ref] = Pending(requests, tokens, prefills)
         ours = self._ours.get(ref)
         if ours is not None:
@@ -280,41 +323,54 @@ class SharedReservations:
         await asyncio.shield(self._refreshing)
 
     async def _read(self) -> None:
-        began, changes, quiet = self._clock(), self._changes, not self._in_flight
-        routers = [self._router, *self._routers]
         try:
-            names, *replies = await self._link.run(
-                [
-                    (_ROUTERS_SCRIPT, _ROUTERS, ""),
-                    *(("HMGET", _load_key(router), "alive", "t") for router in routers),
-                ]
-            )
-            others: dict[bytes, tuple[int, int, int]] = {}
-            dead = []
-            for router, (alive, totals) in zip(routers, replies, strict=True):
-                if router == self._router:
-                    due = began - self._corrected_at >= self._lease_s / 3
-                    if alive and ((quiet and changes == self._changes) or due):
-                        self._correct(totals or b"")
-                        self._corrected_at = began
-                elif alive:
-                    for name, requests, prefills, tokens in _TOTAL.iter_unpack(totals or b""):
-                        before = others.get(name, (0, 0, 0))
-                        others[name] = before[0] + requests, before[1] + prefills, before[2] + tokens
-                else:
-                    dead.append(router)
-            self._see(others)
-            known = set(self._routers)
-            found = sorted(name.decode() for name in names)
-            self._routers = [name for name in found if name != self._router][:MAX_ROUTERS]
-            self._refreshed_at = began if known >= set(self._routers) else float("-inf")
-            if dead:
-                await self._link.run([(_ROUTERS_SCRIPT, _ROUTERS, "", *dead)])
+            await self._look()
         except StoreError:
-            self._away = True
-            self._see({})  # without news, others' load is as likely over as not
+            self._lost()
         finally:
             self._refreshing = None
+
+    def _lost(self) -> None:
+        self._away = True
+        self._see({})  # without news, others' load is as likely over as not
+
+    async def _look(self, first: Sequence[Command] = ()) -> None:
+        """Read what every router has outstanding, after `first`. Raises StoreError."""
+        began, changes, quiet = self._clock(), self._changes, not self._in_flight
+        self._looks += 1
+        look = self._looks
+        routers = [self._router, *self._routers]
+        names, *replies = await self._link.run(
+            [
+                (_ROUTERS_SCRIPT, _ROUTERS, ""),
+                *(("HMGET", _load_key(router), "alive", "t") for router in routers),
+            ],
+            first=first,
+        )
+        if look < self._seen:
+            return  # a later one was faster
+        self._seen = look
+        others: dict[bytes, tuple[int, int, int]] = {}
+        dead = []
+        for router, (alive, totals) in zip(routers, replies, strict=True):
+            if router == self._router:
+                due = began - self._corrected_at >= self._lease_s / 3
+                if alive and ((quiet and changes == self._changes) or due):
+                    self._correct(totals or b"")
+                    self._corrected_at = began
+            elif alive:
+                for name, requests, prefills, tokens in _TOTAL.iter_unpack(totals or b""):
+                    before = others.get(name, _NONE)
+                    others[name] = before[0] + requests, before[1] + prefills, before[2] + tokens
+            else:
+                dead.append(router)
+        self._see(others)
+        known = set(self._routers)
+        found = sorted(name.decode() for name in names)
+        self._routers = [name for name in found if name != self._router][:MAX_ROUTERS]
+        self._refreshed_at = began if known >= set(self._routers) else float("-inf")
+        if dead:
+            await self._link.run([(_ROUTERS_SCRIPT, _ROUTERS, "", *dead)])
 
     def _see(self, others: dict[bytes, tuple[int, int, int]]) -> None:
         """What the other routers have outstanding."""
@@ -348,6 +404,9 @@ class SharedReservations:
         return ReservationCounts(
             held=len(self._held), expired=self._expired, dropped=self._dropped, unshared=self._unshared
         )
+
+
+_NONE = 0, 0, 0
 
 
 _UNKNOWN = ReplicaRef("unknown")

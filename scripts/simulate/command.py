@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ...indexer.embedded import EmbeddedRedis
 from ...indexer.policies import DEFAULT_POLICY, POLICIES
 from ...proto.errors import ConfigError
-from ..cli import common_options
+from ..cli import common_options, redis_option, run_process, until
 from . import examples, report, suite, traces
+from .burst import Burst, play, router_processes
 from .engine import EngineConfig
 from .fleet import FleetConfig, Loss, simulate, stretch_for
 
+BURSTS = 8
+"""To compare routers by."""
 _COMPARED = (
     suite.ORACLE,
     DEFAULT_POLICY,
@@ -35,6 +41,12 @@ _COMPARED = (
 @common_options
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
 @click.option("--example", is_flag=True, help="Print the worked examples and their known answers.")
+@click.option(
+    "--processes",
+    type=click.IntRange(2, 16),
+    help="Compare so many router processes over one Redis with a single one, in bursts on modelled engines.",
+)
+@redis_option(required=False)
 @click.option("--suite", "whole_suite", is_flag=True, help="Every policy in every setting; resumes from --results.")
 @click.option(
     "--traces",
@@ -75,6 +87,8 @@ def command(
     log_level: str,
     trace: Path | None,
     example: bool,
+    processes: int | None,
+    redis_url: str | None,
     whole_suite: bool,
     folder: Path | None,
     kind: str | None,
@@ -99,6 +113,9 @@ def command(
     console = Console(stderr=as_json)
     if example:
         _examples(console)
+        return
+    if processes is not None:
+        run_process(log_level, partial(_processes, console, processes, redis_url))
         return
     with Progress(
         TextColumn("{task.description}"),
@@ -181,6 +198,33 @@ def _compare(
     return found
 
 
+async def _processes(console: Console, count: int, redis_url: str | None, stop: asyncio.Event) -> None:
+    """Bursts to one router and to `count` of them, in turn."""
+
+    async def compare(url: str) -> None:
+        means: list[tuple[float, float]] = []
+        async with router_processes(url, 1 + count) as started:
+            urls = [one for one, _ in started]
+            for seed in range(BURSTS):
+                alone = await play(url, urls[:1], Burst(), seed)
+                together = await play(url, urls[1:], Burst(), seed)
+                means.append((alone.mean, together.mean))
+                console.print(
+                    f"burst {seed + 1}: one router {alone.mean:.3f} s, {count} routers {together.mean:.3f} s"
+                )
+        one, several = (sum(column) / BURSTS for column in zip(*means, strict=True))
+        console.print(f"mean time to first token: {one:.3f} s and {several:.3f} s, {several / one:.3f} times it")
+
+    async def everything() -> None:
+        if redis_url is not None:
+            await compare(redis_url)
+            return
+        async with EmbeddedRedis() as server:
+            await compare(server.url)
+
+    await until(stop, everything())
+
+
 def _numbers(parameters: tuple[str, ...]) -> dict[str, float]:
     found: dict[str, float] = {}
     for text in parameters:
@@ -215,6 +259,10 @@ def _show(console: Console, results: list[suite.Result]) -> None:
         by_setting.setdefault(result.setting, []).append(result)
     for setting, rows in by_setting.items():
         console.print(report.table(rows, f"{setting}, ideal hit {rows[0].ideal:.3f}"))
+    for result in results:
+        if result.outcome.after_loss:
+            after = ", ".join(f"{minutes} minutes {p99:.1f} s" for minutes, p99 in result.outcome.after_loss)
+            console.print(f"{result.policy}: p99 after the loss: {after}")
     if len(by_setting) > 1:
         console.print(report.comparison_table(suite.compare(results)))
         for setting, best, ratio in suite.losses(results):

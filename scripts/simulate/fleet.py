@@ -14,7 +14,7 @@ import math
 import random
 from array import array
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from typing import Annotated, Any, TypeVar
@@ -43,6 +43,7 @@ from .traces import Request, Trace
 T = TypeVar("T")
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
+AFTER_LOSS_MINUTES = (3, 5, 10)
 WINDOWS = 60
 """Points of the series over time."""
 _HELD = TierMask(1 << Tier.GPU)
@@ -147,6 +148,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     routed: tuple[int, ...]
     """Requests per replica."""
     windows: tuple[Window, ...]
+    after_loss: tuple[tuple[int, float], ...] = ()
+    """(minutes, p99 of the time to first token of what arrived so soon after the first loss)."""
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -279,7 +282,7 @@ class Fleet:
         while events and events[0][0] <= now:
             _, incarnation, keys, start, end, tiers = events.popleft()
             self._version += 1
-            run_now(self._index.write(incarnation, self._version, _writes(keys, start, end, tiers)))
+            run_now(self._index.write(incarnation, self._version, block_writes(keys, start, end, tiers)))
         while messages and messages[0][0] <= now:
             _, sender, replica, *change = messages.popleft()
             for number, router in enumerate(self._routers):
@@ -428,8 +431,8 @@ class Fleet:
             prompt_tokens=prompt,
             reused_tokens=reused,
             hit=reused / prompt,
-            ttft=_distribution(ttfts),
-            latency=_distribution([job.finished - job.arrived for job in jobs]),
+            ttft=distribution(ttfts),
+            latency=distribution([job.finished - job.arrived for job in jobs]),
             goodput=met / measured_s,
             met=met / len(jobs),
             work_skew=_work_skew(jobs, self._size),
@@ -439,7 +442,16 @@ class Fleet:
             predicted_tokens=sum(self._predicted[first:]),
             routed=tuple(sum(job.replica == i for job in jobs) for i in range(self._size)),
             windows=tuple(self._windows(span)),
+            after_loss=tuple(self._after_loss(span)),
         )
+
+    def _after_loss(self, span: float) -> Iterator[tuple[int, float]]:
+        if self._config.losses:
+            at = min(loss.at for loss in self._config.losses) * span
+            for minutes in AFTER_LOSS_MINUTES:
+                ttfts = [j.first_token - j.arrived for j in self._jobs if at <= j.arrived < at + 60 * minutes]
+                if ttfts:
+                    yield minutes, distribution(ttfts).p99
 
     def _windows(self, span: float) -> list[Window]:
         width = max(span, 1e-9) / WINDOWS
@@ -501,7 +513,7 @@ def _ignore(keys: Keys, start: int, end: int) -> None:
     pass
 
 
-def _writes(keys: Keys, start: int, end: int, tiers: TierMask) -> list[BlockWrite]:
+def block_writes(keys: Keys, start: int, end: int, tiers: TierMask) -> list[BlockWrite]:
     """What a consumer would write for a span of a prompt: parents first, or children first for removals."""
     order = range(start, end) if tiers else range(end - 1, start - 1, -1)
     return [
@@ -517,7 +529,7 @@ def _work_skew(jobs: Sequence[Job], replicas: int) -> float:
     return max(work) * replicas / total if total else 1.0
 
 
-def _distribution(values: list[float]) -> Distribution:
+def distribution(values: list[float]) -> Distribution:
     ordered = sorted(values)
     last = len(ordered) - 1
     return Distribution(

@@ -143,10 +143,10 @@ async def test_a_client_that_hangs_up_while_it_is_placed_leaves_nothing(
             super().__init__()
             self.asked, self.gate = asyncio.Event(), asyncio.Event()
 
-        async def add(self, *args: Any, **kwargs: Any) -> Any:
+        async def place(self, *args: Any, **kwargs: Any) -> Any:
             self.asked.set()
             await self.gate.wait()
-            return await super().add(*args, **kwargs)
+            return await super().place(*args, **kwargs)
 
     reservations = Slow()
     engine = await scripted(fine)

@@ -66,3 +66,10 @@ def test_replicas_that_are_gone_are_forgotten() -> None:
     serve(learned, Speed(prefill_tokens_per_s=1_000), times=50)
     learned.keep([])
     assert learned.speed(R) is TYPICAL_SPEED
+
+
+def test_the_first_samples_do_not_outweigh_what_is_declared() -> None:
+    learned = Learned()
+    learned.routed("first", R, tokens=4_000, decoding=0, now=0.0)
+    learned.first_token("first", 1.6)
+    assert learned.speed(R).prefill_tokens_per_s == pytest.approx(10_000, rel=0.2)

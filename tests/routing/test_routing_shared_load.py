@@ -9,9 +9,10 @@ from contextlib import AsyncExitStack
 import pytest
 from metatrie.indexer.connect import open_store
 from metatrie.indexer.embedded import EmbeddedRedis
-from metatrie.indexer.load import SharesReservations
+from metatrie.indexer.load import SharesReservations, Wanted
 from metatrie.indexer.redis_store import RedisStore
 from metatrie.indexer.shared_load import SharedReservations
+from metatrie.proto.errors import NoReplica
 from metatrie.proto.index import ReplicaRef
 
 A, B = ReplicaRef("a"), ReplicaRef("b", 1)
@@ -75,6 +76,50 @@ async def test_every_router_sees_every_step_of_a_request(routers: list[SharedRes
     assert not await routers[0].free(held.id)
     await all_see(routers, (1, 1, 7))
     assert await routers[1].free(other.id)
+    await all_see(routers, NONE)
+
+
+async def test_what_another_router_chose_at_the_same_moment_is_chosen_again(
+    routers: list[SharedReservations],
+) -> None:
+    await all_see(routers, NONE)
+    one, two, three = routers
+    chosen: list[ReplicaRef] = []
+
+    def idler(_: str) -> Wanted:
+        found = two.totals([A, B])
+        chosen.append(A if found[0].requests <= found[1].requests else B)
+        return Wanted(chosen[-1], 0, 50)
+
+    await one.place(lambda _: Wanted(A, 0, 100))
+    # Its view is of before: it finds out with its own reservation.
+    moved = await two.place(idler)
+    assert (chosen, moved.ref) == ([A, B], B)
+    await all_see(routers, (1, 1, 100), A)
+    await all_see(routers, (1, 1, 50), B)
+    before = await three.end_prefill(moved.id)
+    assert before is not None
+    assert before.uncached_tokens == 50
+    # Where nobody else chose, once is enough.
+    chosen.clear()
+    await two.place(idler)
+    assert chosen == [A]
+
+
+async def test_a_choice_that_cannot_be_made_again_leaves_nothing_reserved(routers: list[SharedReservations]) -> None:
+    await all_see(routers, NONE)
+    wanted = [Wanted(A, 0, 7)]
+
+    def once(_: str) -> Wanted:
+        if not wanted:
+            raise NoReplica("nobody has room any more", remedy="retry later")
+        return wanted.pop()
+
+    held = await routers[0].place(lambda _: Wanted(A, 0, 100))
+    with pytest.raises(NoReplica):
+        await routers[1].place(once)
+    await all_see(routers, (1, 1, 100))
+    assert await routers[0].free(held.id)
     await all_see(routers, NONE)
 
 
