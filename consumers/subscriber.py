@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -150,12 +150,12 @@ class Subscriber:
     def _drain(self, socket: zmq.Socket[bytes]) -> list[list[bytes]]:
         """What has arrived; of more than BURST messages the rest with the next turn."""
         messages: list[list[bytes]] = []
-        try:
-            while len(messages) < BURST:
-                messages.append(socket.recv_multipart(zmq.NOBLOCK))
-        except zmq.Again:
-            return messages
-        self._wake.set()
+        # Asked before each: the exception that tells of none costs six times as much.
+        while cast(int, socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            if len(messages) == BURST:
+                self._wake.set()
+                break
+            messages.append(socket.recv_multipart(zmq.NOBLOCK))
         return messages
 
 
