@@ -79,6 +79,13 @@ _COMPARED = (
     default=Path("simulate-results.jsonl"),
     help="Where --suite keeps its results.",
 )
+@click.option("--recorded", is_flag=True, help="Run nothing: show the settings --results has in full.")
+@click.option(
+    "--write",
+    "page",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Markdown page whose part about the suite to replace.",
+)
 @click.option(
     "--html", "html_path", type=click.Path(dir_okay=False, path_type=Path), help="Write a report with plots."
 )
@@ -102,6 +109,8 @@ def command(
     only_traces: tuple[str, ...],
     jobs: int,
     results: Path,
+    recorded: bool,
+    page: Path | None,
     html_path: Path | None,
     as_json: bool,
     **run: Any,
@@ -125,7 +134,9 @@ def command(
         console=console,
         transient=True,
     ) as progress:
-        if whole_suite:
+        if recorded:
+            found = suite.complete(suite.read(results), policies or suite.ENTRIES)
+        elif whole_suite:
             if folder is None:
                 raise ConfigError("traces", "is not set", "pass the folder of recorded traces with --traces")
             names = [n for n in suite.TRACES if not only_traces or n.startswith(only_traces)]
@@ -154,6 +165,8 @@ def command(
                 **run,
             )
     _show(console, found)
+    if page is not None:
+        report.write_page(page, found)
     if html_path is not None:
         html_path.write_text(report.html(found), "utf-8")
     if as_json:

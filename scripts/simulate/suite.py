@@ -144,10 +144,13 @@ def run(
         if lacking:
             missing[setting] = lacking
     known = {r.setting: r.stretch for r in done.values()}
+    groups: dict[tuple[str, int, int], list[Setting]] = {}
+    for setting in wanted:
+        groups.setdefault((setting.trace, setting.replicas, setting.requests), []).append(setting)
     if results.exists() and (text := results.read_bytes()) and not text.endswith(b"\n"):
         results.write_bytes(text[: text.rfind(b"\n") + 1])
     with results.open("ab") as file:
-        for result in _all(folder, missing, known, jobs):
+        for result in _all(folder, missing, list(groups.values()), known, jobs):
             done[result.setting, result.policy] = result
             file.write(msgspec.json.encode(result) + b"\n")
             file.flush()
@@ -155,35 +158,47 @@ def run(
     return [done[setting, entry] for setting in wanted for entry in entries]
 
 
-def _all(folder: Path, missing: dict[Setting, list[str]], known: dict[Setting, float], jobs: int) -> Iterator[Result]:
+def _all(
+    folder: Path,
+    missing: dict[Setting, list[str]],
+    groups: list[list[Setting]],
+    known: dict[Setting, float],
+    jobs: int,
+) -> Iterator[Result]:
     if jobs == 1:
-        for setting, entries in missing.items():
-            stretch = known[setting] = known.get(setting) or _calibrate(folder, setting, _near(known, setting))
-            for entry in entries:
-                yield _one(folder, setting, entry, stretch)
+        for group in groups:
+            for setting, stretch in _stretches(folder, group, known):
+                for entry in missing.get(setting, ()):
+                    yield _one(folder, setting, entry, stretch)
         return
     with ProcessPoolExecutor(jobs, initializer=os.nice, initargs=(5,)) as pool:
-        calibrating = {
-            pool.submit(_calibrate, folder, setting): setting for setting in missing if setting not in known
-        }
+        calibrating = [pool.submit(_all_stretches, folder, group, known) for group in groups]
         running = [
-            pool.submit(_one, folder, setting, entry, known[setting])
-            for setting in missing.keys() & known.keys()
-            for entry in missing[setting]
+            pool.submit(_one, folder, setting, entry, stretch)
+            for future in as_completed(calibrating)
+            for setting, stretch in future.result()
+            for entry in missing.get(setting, ())
         ]
-        for future in as_completed(calibrating):
-            setting = calibrating[future]
-            running += [pool.submit(_one, folder, setting, entry, future.result()) for entry in missing[setting]]
         for done in as_completed(running):
             yield done.result()
 
 
-def _near(known: dict[Setting, float], setting: Setting) -> float | None:
-    """A first guess of the stretch, from another load or cache."""
-    for other, stretch in reversed(known.items()):
-        if (other.trace, other.replicas, other.requests) == (setting.trace, setting.replicas, setting.requests):
-            return stretch * other.load / setting.load
-    return None
+def _stretches(folder: Path, group: list[Setting], known: dict[Setting, float]) -> Iterator[tuple[Setting, float]]:
+    """Of settings that differ in cache and load only; each is the first guess for the next, so that the digits depend
+    on what is wanted and not on who runs it when."""
+    start: float | None = None
+    for setting in group:
+        stretch = known.get(setting)
+        if stretch is None:
+            trace = _trace(folder / setting.trace, setting.requests)
+            guess = None if start is None else start / setting.load
+            stretch = stretch_for(trace, _config(setting), setting.load, start=guess)
+        yield setting, stretch
+        start = stretch * setting.load
+
+
+def _all_stretches(folder: Path, group: list[Setting], known: dict[Setting, float]) -> list[tuple[Setting, float]]:
+    return list(_stretches(folder, group, known))
 
 
 @cache
@@ -198,11 +213,6 @@ def _ideal(path: Path, requests: int, warmup: float) -> float:
 
 def _config(setting: Setting) -> FleetConfig:
     return FleetConfig(replicas=setting.replicas, engine=EngineConfig(capacity_tokens=CACHES[setting.cache]))
-
-
-def _calibrate(folder: Path, setting: Setting, start: float | None = None) -> float:
-    trace = _trace(folder / setting.trace, setting.requests)
-    return stretch_for(trace, _config(setting), setting.load, start=start)
 
 
 def _one(folder: Path, setting: Setting, entry: str, stretch: float) -> Result:
@@ -222,6 +232,14 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
             logs.setdefault(result.policy, []).append(math.log(ratio))
     found = [Comparison(name, len(v), math.exp(sum(v) / len(v))) for name, v in logs.items()]
     return sorted(found, key=lambda c: c.relative)
+
+
+def complete(results: Sequence[Result], entries: Sequence[str] = ENTRIES) -> list[Result]:
+    """Of every setting in which all of these were run, their results; of a repeated run the last."""
+    by_setting: dict[Setting, dict[str, Result]] = {}
+    for result in results:
+        by_setting.setdefault(result.setting, {})[result.policy] = result
+    return [found[entry] for found in by_setting.values() if found.keys() >= set(entries) for entry in entries]
 
 
 def losses(results: Sequence[Result], margin: float = 0.03) -> list[tuple[Setting, str, float]]:

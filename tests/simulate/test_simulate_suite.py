@@ -8,11 +8,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from metatrie.__main__ import main
 from metatrie.proto.errors import ConfigError
-from metatrie.scripts.simulate import suite
+from metatrie.scripts.simulate import report, suite
 
 
 @pytest.fixture
@@ -32,6 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 SETTINGS = suite.settings(["mooncake_small.jsonl"], ["ample", "very_tight"], [2], [0.5])
+MORE = suite.settings(["mooncake_small.jsonl"], ["ample"], [1, 2], [0.5, 0.9], requests=80)
 ENTRIES = ("bound", "priced_delay", "round_robin")
 
 
@@ -52,6 +54,49 @@ def test_a_suite_resumes_and_agrees_with_itself(folder: Path, jobs: int) -> None
     assert [(r.setting, r.policy) for r in whole] == [(s, e) for s in SETTINGS for e in ENTRIES]
     assert suite.read(results) == sorted(suite.read(results), key=lambda r: whole.index(r)) or len(whole) == 6
     assert run(ENTRIES, folder / "again.jsonl") == whole
+
+
+def test_a_suite_agrees_whoever_runs_it(folder: Path) -> None:
+    def run(path: str, jobs: int, settings: list[suite.Setting]) -> list[suite.Result]:
+        return suite.run(folder, folder / path, settings, ENTRIES[1:2], jobs=jobs, progress=lambda r: None)
+
+    alone = run("a", 1, MORE)
+    assert run("b", 2, MORE) == alone
+    run("c", 1, MORE[:3])
+    assert run("c", 1, MORE) == alone
+    assert {r.outcome.requests for r in alone} == {72}
+    assert suite.complete(suite.read(folder / "c"), ENTRIES[1:2]) == alone
+    assert suite.complete(alone, ENTRIES) == []
+
+
+def test_what_the_suite_found_is_written_into_a_page(folder: Path) -> None:
+    results = folder / "r.jsonl"
+    suite.run(folder, results, SETTINGS, ENTRIES, jobs=1, progress=lambda r: None)
+    page = folder / "page.md"
+    page.write_text(f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n")
+    for _ in range(2):
+        policies = [flag for entry in ENTRIES for flag in ("--policy", entry)]
+        invoke("--recorded", "--results", str(results), "--write", str(page), *policies)
+        text = page.read_text()
+        assert text.startswith("before\n")
+        assert text.endswith("\nafter\n")
+        assert "old" not in text
+        assert "2 settings: mooncake_small (2)." in text
+        assert "| `priced_delay` | 1.000 |" in text
+
+
+def test_where_the_default_is_beaten_the_page_says_by_what(folder: Path) -> None:
+    results = suite.run(folder, folder / "r", SETTINGS[:1], ENTRIES, jobs=1, progress=lambda r: None)
+    by_policy = {r.policy: r for r in results}
+    ours, other = by_policy["priced_delay"], by_policy["round_robin"]
+    fast = msgspec.structs.replace(ours.outcome.ttft, mean=ours.outcome.ttft.mean * 0.8)
+    better = msgspec.structs.replace(ours.outcome, ttft=fast, hit=ours.outcome.hit + 0.1)
+    page = folder / "page.md"
+    page.write_text(report.BEGIN + report.END)
+    report.write_page(page, [ours, msgspec.structs.replace(other, outcome=better)])
+    assert "more than 3 % better in 1:" in page.read_text()
+    assert "| `round_robin` | 0.800 of ours |" in page.read_text()
+    assert "it reuses more" in page.read_text()
 
 
 def test_results_of_something_else_are_refused(tmp_path: Path) -> None:
