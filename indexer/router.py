@@ -602,7 +602,6 @@ class Router:
         reservation = await self._reservations.place(choose)
         decision, holder = decided[-1]
         chosen = decision.candidate
-        policy.chosen(chosen, asked)
         (reserved,) = self._reservations.totals((chosen.ref,))
         self._learned.routed(
             reservation.id,
@@ -1017,7 +1016,7 @@ class Router:
                 raise NoReplica("no replica of this model can take the request now", remedy="retry later")
             if len(admitted) < len(candidates):
                 candidates = Candidates.of(admitted)
-        decision = policy.choose(candidates, request, dry=True)
+        decision = policy.choose(candidates, request)
         chosen = decision.candidate
         holder = _holder(answer, chosen.ref)
         if holder is not None:

@@ -11,9 +11,12 @@ from metatrie.indexer.connect import open_store
 from metatrie.indexer.embedded import EmbeddedRedis
 from metatrie.indexer.load import SharesReservations, Wanted
 from metatrie.indexer.redis_store import RedisStore
+from metatrie.indexer.router import Router
 from metatrie.indexer.shared_load import SharedReservations
+from metatrie.proto.api import RouteRequest
 from metatrie.proto.errors import NoReplica
-from metatrie.proto.index import ReplicaRef
+from metatrie.proto.hashing import Namespace
+from metatrie.proto.index import ReplicaRef, ReplicaSpec
 
 A, B = ReplicaRef("a"), ReplicaRef("b", 1)
 NONE = (0, 0, 0)
@@ -121,6 +124,25 @@ async def test_a_choice_that_cannot_be_made_again_leaves_nothing_reserved(router
     await all_see(routers, (1, 1, 100))
     assert await routers[0].free(held.id)
     await all_see(routers, NONE)
+
+
+async def test_requests_routed_at_once_see_each_others_turns_and_placements(redis_url: str) -> None:
+    store = await store_at(redis_url)
+    index = await store.open(Namespace(model="m"))
+    for name in "abcd":
+        spec = ReplicaSpec(ref=ReplicaRef(name), engine="vllm")
+        await index.claim(spec, owner="test", lease_s=60, activate=True)
+    async with Router(store) as router:
+        turns = await asyncio.gather(
+            *(router.route(RouteRequest(model="m", token_ids=[n] * 64, policy="round_robin")) for n in range(4))
+        )
+        assert sorted(routed.replica for routed in turns) == ["a", "b", "c", "d"]
+        same = await asyncio.gather(
+            *(router.route(RouteRequest(model="m", token_ids=[9] * 4097, policy="affinity_only")) for _ in range(3))
+        )
+        assert sorted(routed.reusable_tokens for routed in same) == [0, 4096, 4096]
+        assert len({routed.replica for routed in same}) == 1
+    await store.close()
 
 
 async def test_a_request_may_end_through_another_router(routers: list[SharedReservations]) -> None:
