@@ -29,6 +29,10 @@ Inputs = tuple[Sequence[int], Sequence[Any] | None]
 """What a block's hash covers besides its parent: token ids, tagged extra keys."""
 
 
+State = tuple[int, int | None, bool, int, bytes | None, bytes | None, int, bytes | None, Any, Any, Any, bool]
+"""Of a node: hash, its parent's, placed, tiers, digest, engine digest, depth, head, keys, tail, pending, opaque."""
+
+
 class Node(msgspec.Struct, eq=False):
     """One engine block. Set nothing but `opaque`, `pending` and `lacking`, and mark it then; compare it by `==`."""
 
@@ -140,6 +144,26 @@ class BlockTable:
     def nodes(self) -> list[Node]:
         """All of them, in no particular order."""
         return list(self._nodes.values())
+
+    def states(self) -> list[State]:
+        """Of every node, in no particular order."""
+        return [
+            (
+                node.hash,
+                None if node.parent is None else node.parent.hash,
+                node.placed,
+                node.tiers,
+                node.digest,
+                node.engine_digest,
+                node.depth,
+                node.head,
+                node.keys,
+                node.tail,
+                node.pending,
+                node.opaque,
+            )
+            for node in self._nodes.values()
+        ]
 
     def get(self, h: EngineHash) -> Node | None:
         """The node of this name, if there is one."""

@@ -414,6 +414,7 @@ class Inventory:
 
     def state(self) -> InventoryState:
         """Everything known, for `restore`. Nothing in it changes when the inventory does."""
+        suspects = {node.hash for node in self._suspects}
         return InventoryState(
             self.parity,
             self._main_group,
@@ -424,26 +425,8 @@ class Inventory:
                 for (medium, group), table in self._tables.items()
                 if table
             ],
-            [self._node_state(node) for node in self._blocks.nodes()],
+            [NodeState(*fields, fields[0] in suspects) for fields in self._blocks.states()],
             [(group, need.size, need.needed) for group, need in self._groups.items()],
-        )
-
-    def _node_state(self, node: Node) -> NodeState:
-        # Positions, not names: a busy engine has a hundred thousand of these.
-        return NodeState(
-            node.hash,
-            None if node.parent is None else node.parent.hash,
-            node.placed,
-            node.tiers,
-            node.digest,
-            node.engine_digest,
-            node.depth,
-            node.head,
-            node.keys,  # type: ignore[arg-type]  # written as an array either way
-            node.tail,  # type: ignore[arg-type]
-            node.pending,  # type: ignore[arg-type]
-            node.opaque,
-            node in self._suspects,
         )
 
     def restore(self, state: InventoryState) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Final, Protocol, cast
 
-INTERFACE: Final = 10
+INTERFACE: Final = 11
 """Version of the functions below; a kernel of another one is not used."""
 PURE_VARIABLE: Final = "METATRIE_PURE"
 

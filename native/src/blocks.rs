@@ -707,6 +707,43 @@ impl BlockTable {
         Handle::all(slf, slots)
     }
 
+    fn states<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let none = || py.None().into_bound(py);
+        let states = self.arena.slots().filter(|(_, node)| node.has(LIVE)).map(|(slot, node)| {
+            let odd = self.odd.get(&slot);
+            let digest = if node.has(SHORT) { &node.digest[24..] } else { &node.digest };
+            let digest = if node.has(DIGEST) { PyBytes::new(py, digest).into_any() } else { none() };
+            let engine_digest = match odd.and_then(|odd| odd.engine_digest.as_ref()) {
+                _ if node.has(SAME) => digest.clone(),
+                Some(own) => own.bind(py).clone().into_any(),
+                None => none(),
+            };
+            let value = |value: Option<&Py<PyAny>>| value.map_or_else(none, |value| value.bind(py).clone());
+            let parent = (node.parent != NONE).then(|| self.arena.at(node.parent).hash);
+            let keys = if node.has(PLAIN) {
+                PyTuple::new(py, [PyBytes::new(py, &node.digest[24..])])?
+            } else {
+                PyTuple::new(py, self.keys(slot).iter().map(|key| PyBytes::new(py, key)))?
+            };
+            let fields = [
+                node.hash.into_pyobject(py)?.into_any(),
+                parent.into_pyobject(py)?,
+                node.has(PLACED).into_pyobject(py)?.to_owned().into_any(),
+                node.tiers.into_pyobject(py)?.into_any(),
+                digest,
+                engine_digest,
+                node.depth.into_pyobject(py)?.into_any(),
+                if node.has(HEAD) { PyBytes::new(py, &node.head).into_any() } else { none() },
+                keys.into_any(),
+                value(odd.and_then(|odd| odd.tail.as_ref())),
+                value(odd.and_then(|odd| odd.pending.as_ref())),
+                node.has(OPAQUE).into_pyobject(py)?.to_owned().into_any(),
+            ];
+            PyTuple::new(py, fields)
+        });
+        PyList::new(py, states.collect::<PyResult<Vec<_>>>()?)
+    }
+
     fn get(slf: &Bound<'_, Self>, hash: u64) -> PyResult<Option<Py<Handle>>> {
         let found = slf.borrow().find(hash);
         found.map(|slot| Handle::new(slf, slot)).transpose()

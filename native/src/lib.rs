@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
 /// What `proto/native.py` expects; changes with every change of a signature.
-const INTERFACE: u32 = 10;
+const INTERFACE: u32 = 11;
 
 /// Cut the `token_ids` of a JSON object out: (packed little-endian u32, the document with `[0]` in their place), or
 /// None where the document must be decoded the ordinary way.
