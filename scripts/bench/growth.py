@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 
 from ...indexer.connect import open_store
 from ...proto.hashing import BlockKey, Chain, Namespace
 from ...proto.index import Index
 from .layouts import Pages, keys_of, register
-from .measure import BLOCK_SIZE, Curve, median_us_async, prompt
+from .measure import BLOCK_SIZE, Curve, prompt, quantile
 
 _TIMES = 60
 
@@ -80,7 +81,10 @@ async def _hold(pages: Pages, index: Index, asked: Sequence[int], replicas: int)
 
 
 async def _query(index: Index, asked: Sequence[int]) -> float:
-    async def query() -> None:
+    """µs. What nine of ten queries took longer than: on a busy machine the median of long ones is that of its waits."""
+    taken = []
+    for _ in range(_TIMES):
+        started = time.perf_counter()
         await index.match(Chain(index.namespace.root, BLOCK_SIZE, asked))
-
-    return await median_us_async(query, _TIMES)
+        taken.append((time.perf_counter() - started) * 1e6)
+    return quantile(taken, 0.1)
