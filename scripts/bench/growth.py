@@ -81,7 +81,7 @@ async def _hold(pages: Pages, index: Index, asked: Sequence[int], replicas: int)
 
 
 async def _query(index: Index, asked: Sequence[int]) -> float:
-    """µs. What nine of ten queries took longer than: on a busy machine the median of long ones is that of its waits."""
+    """µs. What nine of ten queries took longer than: on a busy machine the median of long ones is that of waits."""
     taken = []
     for _ in range(_TIMES):
         started = time.perf_counter()
