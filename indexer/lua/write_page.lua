@@ -99,5 +99,5 @@ if not grows then call('PEXPIRE', page, ttl) end
 call('HSET', page, unpack(set))
 if blocks == 0 and marked then goes = goes + 1; gone[goes] = 'o' end
 if goes > 0 then call('HDEL', page, unpack(gone)) end
-call('PEXPIRE', page, ttl)
+if grows or not found[1] then call('PEXPIRE', page, ttl) end
 return {counts[1] + counts[2] + counts[3] + counts[4], table.concat(refused)}

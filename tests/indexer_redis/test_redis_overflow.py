@@ -195,6 +195,17 @@ async def test_freed_places_in_a_page_are_used_again(redis_url: str, kit: Any, c
     assert await kit.depths(index, prompt) == {keeper: 10}
 
 
+async def test_a_removal_of_what_was_never_there_leaves_a_page_that_goes(
+    redis_url: str, kit: Any, connect: Any
+) -> None:
+    index = await (await connect(redis_url)).open(kit.namespace)
+    one = await kit.claim(index)
+    await index.write(one, 1, kit.writes(kit.prompt(5), tiers=0))
+    with redis.Redis.from_url(redis_url) as client:
+        (page,) = client.scan_iter(b"mt:p:*")
+        assert 0 < client.ttl(page) <= EMPTY_PAGE_TTL_S
+
+
 async def test_the_page_set_follows_what_is_held(redis_url: str, kit: Any, connect: Any) -> None:
     store = await connect(redis_url)
     index = await store.open(kit.namespace)
