@@ -186,14 +186,16 @@ class SharedReservations:
         ident = f"{self._router}.{secrets.token_urlsafe(12)}"
         wanted = choose(ident)
         lease_ms = int(self._lease_s * 1000)
-        withdrawn: tuple[Command, ...] = ()
+        withdraw = _UNRESERVE, _load_key(self._router), ident
         for choices in range(1, MAX_CHOICES + 1):
             reservation = self._hold(ident, wanted)
             name = _name(wanted.ref)
             before = self._others.get(name, _NONE)
+            if choices > 1:
+                await self._send(withdraw)
             tokens = wanted.uncached_tokens, wanted.predicted_tokens
             reserve = _RESERVE, _load_key(self._router), ident, name, *tokens, lease_ms
-            await self._send(*withdrawn, reserve, look=True)
+            await self._send(reserve, look=True)
             requests, _, pending = self._others.get(name, _NONE)
             if choices == MAX_CHOICES or self._away or (requests <= before[0] and pending <= before[2]):
                 break
@@ -201,11 +203,10 @@ class SharedReservations:
             if self._held.pop(ident, None) is None:
                 break  # dropped at the bound
             self._change(wanted.ref, -1, -1, -wanted.uncached_tokens)
-            withdrawn = ((_UNRESERVE, _load_key(self._router), ident),)
             try:
                 again = choose(ident)
             except CallerError:
-                await self._send(*withdrawn)
+                await self._send(withdraw)
                 raise
             if again == wanted:
                 reservation = self._hold(ident, wanted)
@@ -255,9 +256,9 @@ class SharedReservations:
             del self._ours[ref]
         self._add_up(ref)
 
-    async def _send(self, *changes: Command, look: bool = False) -> None:
-        """Changes of ours, known locally already. look: see the others' as they are after them, in the same round
-        trip where there is one server: of two routers that do so, one at least sees what the other did."""
+    async def _send(self, change: Command, *, look: bool = False) -> None:
+        """A change of ours, known locally already. look: see the others' as they are after it, in the same round
+        trip: of two routers that do so on one server, one at least sees what the other did."""
         if self._away:
             self._unshared += 1
             return
@@ -265,9 +266,9 @@ class SharedReservations:
         self._in_flight += 1
         try:
             if look:
-                await self._look(changes)
+                await self._look(change)
             else:
-                await self._link.run(changes[-1:], first=changes[:-1])
+                await self._link.run([change])
         except StoreError:
             self._lost()
             self._unshared += 1
@@ -334,19 +335,20 @@ class SharedReservations:
         self._away = True
         self._see({})  # without news, others' load is as likely over as not
 
-    async def _look(self, first: Sequence[Command] = ()) -> None:
-        """Read what every router has outstanding, after `first`. Raises StoreError."""
+    async def _look(self, *first: Command) -> None:
+        """Read what every router has outstanding, after these changes of ours. Raises StoreError."""
         began, changes, quiet = self._clock(), self._changes, not self._in_flight
         self._looks += 1
         look = self._looks
         routers = [self._router, *self._routers]
-        names, *replies = await self._link.run(
+        replies = await self._link.run(
             [
+                *first,
                 (_ROUTERS_SCRIPT, _ROUTERS, ""),
                 *(("HMGET", _load_key(router), "alive", "t") for router in routers),
-            ],
-            first=first,
+            ]
         )
+        names, *replies = replies[len(first) :]
         if look < self._seen:
             return  # a later one was faster
         self._seen = look
