@@ -22,18 +22,14 @@ import hmac
 import logging
 import random
 import time
-from collections import Counter as Tally
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry
 
 from ..proto.api import (
     MAX_LISTED,
@@ -43,8 +39,6 @@ from ..proto.api import (
     ExplainResponse,
     Feedback,
     FeedbackResponse,
-    IndexHealth,
-    MatchedReplica,
     MatchRequest,
     MatchResponse,
     PolicyInfo,
@@ -56,28 +50,22 @@ from ..proto.api import (
     RouteRequest,
     RouteResponse,
     Status,
-    TierBlocks,
 )
 from ..proto.errors import ConfigError, Forbidden, InvalidField, NoReplica, NotFound, StoreError, StoreUnavailable
 from ..proto.hashing import KEY_BYTES, NO_EXTRAS, BlockHash, Chain, NamespaceId, PromptExtras
 from ..proto.http import DEFAULT_MAX_BODY_BYTES, DEFAULT_MAX_IN_FLIGHT
 from ..proto.index import (
-    Depth,
-    Fleet,
     Incarnation,
-    Index,
     Match,
-    MatchesQuickly,
     ReplicaRef,
     ReplicaView,
-    State,
     Store,
 )
 from ..proto.soon import Soon
+from .answers import INDEX_UNAVAILABLE, NO_DEPTH, Answer, Found, Space, doubted
 from .decisions import DEFAULT_CAPACITY as DEFAULT_DECISIONS
-from .decisions import Decisions, Looked, holdings
-from .feedback import OUTCOMES, ConsumerWitness, Feedbacks, Prediction, Witness
-from .lineup import Lineup
+from .decisions import Decisions, holdings
+from .feedback import ConsumerWitness, Feedbacks, Prediction, Witness
 from .load import (
     DEFAULT_CAPACITY,
     DEFAULT_TTL_S,
@@ -91,6 +79,7 @@ from .load import (
 from .models import ModelConfig, Models, Target
 from .placement import Placements
 from .policies import DEFAULT_POLICY, NO_CHAIN, Candidate, Candidates, Decision, Policy, RoutingRequest, make_policy
+from .router_metrics import FleetCollector, RouterMetrics
 from .tenants import TRUSTED, Caller, SaltOf
 from .text import TextTokenize
 from .tokenize import DEFAULT_TIMEOUT_S, EngineTokenize, Tokenize, Tokens
@@ -99,10 +88,6 @@ MAX_NAMESPACES = 1024
 """Namespaces one router serves; further ones are ignored and counted."""
 READY_TIMEOUT_S = 2.0
 """A store that answers no faster is not ready."""
-MAX_CAUSES = 32
-"""Distinct causes the fleet metric tells apart; the rest are summed as `other`."""
-INDEX_UNAVAILABLE = "index_unavailable"
-"""Cause of a replica's staleness when it is the store that is away."""
 REGISTRY_EMPTY = "registry_empty"
 """Cause of the staleness of replicas that vanished from the registry with all others."""
 PARTIAL = "the prompt is known in part only"
@@ -190,223 +175,6 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 }
 
 
-class _Space:
-    """One namespace, and what was last seen of it."""
-
-    __slots__ = (
-        *("backlog", "block_size", "down", "fleet", "id", "index", "lookahead", "quick", "remembered"),
-        *("remembered_at", "root", "_lineup", "_lineup_of", "_roster", "_roster_of"),
-        *("_standings", "_standings_of", "_views", "_views_of"),
-    )
-
-    def __init__(self, index: Index) -> None:
-        namespace = index.namespace
-        self.index = index
-        self.quick = index.match_quickly if isinstance(index, MatchesQuickly) else None
-        self.id: NamespaceId = namespace.id
-        self.root: BlockHash = namespace.root
-        self.block_size = namespace.block_size
-        self.lookahead = namespace.lookahead
-        self.fleet: Fleet | None = None
-        self.down = False
-        self.backlog = 0
-        """Dead incarnations the last sweep step left for the next."""
-        self.remembered: Fleet | None = None
-        """The last fleet that had any replicas."""
-        self.remembered_at = 0.0
-        self._views: dict[Incarnation, ReplicaView] = {}
-        self._views_of: Fleet | None = None
-        self._standings: list[_Standing] = []
-        self._standings_of: Fleet | None = None
-        self._roster: _Roster = _Roster(())
-        self._roster_of: Fleet | None = None
-        self._lineup: Lineup | None = None
-        self._lineup_of: Fleet | None = None
-
-    def saw(self, fleet: Fleet, now: float) -> None:
-        self.fleet = fleet
-        if fleet.replicas:
-            self.remembered, self.remembered_at = fleet, now
-
-    def live(self, fleet: Fleet) -> Mapping[Incarnation, ReplicaView]:
-        """`fleet.live()`, computed once per fleet."""
-        if self._views_of is not fleet:
-            self._views, self._views_of = fleet.live(), fleet
-        return self._views
-
-    def standings(self, fleet: Fleet) -> Sequence[_Standing]:
-        """Every replica as the fleet itself has it, computed once per fleet."""
-        if self._standings_of is not fleet:
-            self._standings = [(view, view.state, view.cause) for view in fleet.replicas]
-            self._standings_of = fleet
-        return self._standings
-
-    def roster(self, fleet: Fleet) -> _Roster:
-        """What an answer lists of these replicas, computed once per fleet."""
-        if self._roster_of is not fleet:
-            self._roster, self._roster_of = _Roster(self.standings(fleet)), fleet
-        return self._roster
-
-    def lineup(self, fleet: Fleet) -> Lineup:
-        """The fleet's candidates, computed once per fleet."""
-        if self._lineup is None or self._lineup_of is not fleet:
-            self._lineup, self._lineup_of = Lineup(fleet.replicas, self.block_size), fleet
-        return self._lineup
-
-
-_Standing = tuple[ReplicaView, State, str]
-"""A replica, its state, and why that is not exact."""
-
-
-class _Roster:
-    """The replicas of one fleet as answers list them, but for what they hold."""
-
-    __slots__ = ("empty", "holders")
-
-    def __init__(self, standings: Sequence[_Standing]) -> None:
-        self.holders: dict[Incarnation, tuple[int, str, int, State, str | None, str | None]] = {}
-        """Of those that may hold anything: place by ref, name, rank, state, cause, role."""
-        self.empty: list[MatchedReplica] = []
-        """Every replica, by ref, as one that holds nothing."""
-        for place, (view, state, cause) in enumerate(standings):
-            ref, role = view.spec.ref, None if view.spec.role == "both" else view.spec.role
-            self.empty.append(
-                MatchedReplica(
-                    replica=ref.replica,
-                    dp_rank=ref.dp_rank,
-                    matched_blocks=0,
-                    reusable_tokens=0,
-                    tiers=_NO_TIERS,
-                    state=state,
-                    cause=cause or None,
-                    role=role,
-                )
-            )
-            if view.incarnation is not None and view.live:
-                self.holders[view.incarnation] = place, ref.replica, ref.dp_rank, state, cause or None, role
-
-
-class _Found(msgspec.Struct, frozen=True, gc=False):
-    """What one namespace answered."""
-
-    space: _Space
-    fleet: Fleet
-    depths: Mapping[Incarnation, Depth]
-    live: Mapping[Incarnation, ReplicaView]
-    """Empty when the index could not be asked: then nobody's state is known."""
-    blind: str | None = None
-    """Why the index could not be asked about these replicas; None: it was."""
-    chain: Chain | None = None
-    """The prompt as this namespace names it; None where it was not asked about it."""
-    doubts: Mapping[Incarnation, str] = {}
-    """Incarnations whose predictions keep failing, and why."""
-
-    def state(self, view: ReplicaView) -> State:
-        if self.blind is not None:
-            return "stale"
-        return "degraded" if self.doubts and _doubted(view, self.doubts) else view.state
-
-    def cause(self, view: ReplicaView) -> str:
-        if self.blind is not None:
-            return self.blind
-        return (_doubted(view, self.doubts) if self.doubts else None) or view.cause
-
-
-class _Answer(msgspec.Struct, frozen=True, gc=False):
-    """One prompt, looked up in every namespace of its model."""
-
-    found: list[_Found]
-    """The namespace with most live replicas first."""
-    prompt_tokens: int
-    index: IndexHealth
-    names: frozenset[str] | None
-    """Replicas to consider; None: all."""
-    note: str | None = None
-    """Why only the beginning of the prompt was looked up."""
-
-    def admits(self, ref: ReplicaRef) -> bool:
-        return self.names is None or ref.replica in self.names
-
-    def reusable(self, found: _Found, blocks: int) -> int:
-        size = found.space.block_size
-        return min(blocks, max(0, self.prompt_tokens - 1) // size) * size
-
-    @property
-    def block_size(self) -> int:
-        return self.found[0].space.block_size
-
-    def entry(self, found: _Found, view: ReplicaView, depth: Depth) -> MatchedReplica:
-        # Once per replica of every answer: nothing in here is asked twice.
-        spec, size, blocks = view.spec, found.space.block_size, depth.blocks
-        if found.blind is None:
-            status = view.status
-            counts = view.live and view.incarnation is not None
-            state, cause = (status.state, status.cause) if counts else ("stale", view.cause)
-            if found.doubts and (doubt := _doubted(view, found.doubts)):
-                state, cause = "degraded", doubt
-        else:
-            state, cause = "stale", found.blind
-        return MatchedReplica(
-            replica=spec.ref.replica,
-            dp_rank=spec.ref.dp_rank,
-            matched_blocks=blocks,
-            reusable_tokens=self.reusable(found, blocks) if blocks else 0,
-            tiers=TierBlocks(*depth.tiers),
-            state=state,
-            cause=cause or None,
-            block_size=None if found is self.found[0] or size == self.block_size else size,
-            role=None if spec.role == "both" else spec.role,
-        )
-
-    def looked(self) -> list[Looked]:
-        """Where the prompt was looked up, and how far."""
-        return [
-            Looked(f.space.index.namespace, f.chain, max((d.blocks for d in f.depths.values()), default=0))
-            for f in self.found
-            if f.chain is not None
-        ]
-
-    @property
-    def plain(self) -> bool:
-        """One namespace answered for all of its replicas, and the fleet itself has their state."""
-        if len(self.found) != 1 or self.names is not None:
-            return False
-        (only,) = self.found
-        return only.blind is None and not only.doubts
-
-    def total(self) -> int:
-        """How many `views` there are."""
-        if len(self.found) == 1 and self.names is None:
-            return len(self.found[0].fleet.replicas)
-        return sum(1 for _ in self.views())
-
-    def standings(self) -> Iterator[tuple[_Found, Sequence[_Standing]]]:
-        """As `views`, with state and cause, by namespace."""
-        if self.plain:
-            only = self.found[0]
-            yield only, only.space.standings(only.fleet)
-            return
-        for found, view in self.views():
-            yield found, [(view, found.state(view), found.cause(view))]
-
-    def views(self) -> Iterator[tuple[_Found, ReplicaView]]:
-        """Every replica to consider, once, by ref; of two records of one replica the one that is live."""
-        if len(self.found) == 1:
-            only = self.found[0]
-            for view in only.fleet.replicas:  # ordered by ref already
-                if self.admits(view.spec.ref):
-                    yield only, view
-            return
-        merged: dict[ReplicaRef, tuple[_Found, ReplicaView]] = {}
-        for found in self.found:
-            for view in found.fleet.replicas:
-                ref = view.spec.ref
-                if self.admits(ref) and (ref not in merged or (view.live and not merged[ref][1].live)):
-                    merged[ref] = found, view
-        for ref in sorted(merged):
-            yield merged[ref]
-
-
 class Router:
     """Answers for every model in a store. Start it before use, stop it after:
 
@@ -450,8 +218,8 @@ class Router:
         self._salt_of = salt_of if tenant_secret is None else partial(_salt, tenant_secret)
         self._witness = witness or ConsumerWitness()
         self._feedbacks = Feedbacks(self._witness, clock=clock)
-        self._spaces: dict[NamespaceId, _Space] = {}
-        self._by_model: dict[str, list[_Space]] = {}
+        self._spaces: dict[NamespaceId, Space] = {}
+        self._by_model: dict[str, list[Space]] = {}
         self._policies: dict[tuple[str, str | None], Policy] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -461,8 +229,8 @@ class Router:
             log=None if log is None else Path(log),
             max_log_bytes=self.config.max_decision_log_bytes,
         )
-        self._metrics = _RouterMetrics(self.registry)
-        self.registry.register(_FleetCollector(self._spaces, self._reservations, self._feedbacks))
+        self._metrics = RouterMetrics(self.registry)
+        self.registry.register(FleetCollector(self._spaces, self._reservations, self._feedbacks))
 
     # Lifecycle
 
@@ -530,7 +298,7 @@ class Router:
         return None if match is None else self._matched(request, self._found(space, chain, match))
 
     def _in_time(
-        self, request: MatchRequest, space: _Space, chain: Chain, match: Callable[[], Match | Awaitable[Match]]
+        self, request: MatchRequest, space: Space, chain: Chain, match: Callable[[], Match | Awaitable[Match]]
     ) -> MatchResponse | Awaitable[MatchResponse]:
         made = match()
         if isinstance(made, Match):
@@ -538,19 +306,18 @@ class Router:
         return self._too_late(request, space, chain, made)
 
     async def _too_late(
-        self, request: MatchRequest, space: _Space, chain: Chain, match: Awaitable[Match]
+        self, request: MatchRequest, space: Space, chain: Chain, match: Awaitable[Match]
     ) -> MatchResponse:
         return self._matched(request, await self._asked(space, chain, match))
 
-    def _matched(self, request: MatchRequest, found: _Found | None) -> MatchResponse:
+    def _matched(self, request: MatchRequest, found: Found | None) -> MatchResponse:
         """What `match` answers about token ids that were looked up in the only namespace there is."""
         assert request.token_ids is not None
         return self._matches(request, self._answer(request, [found], len(request.token_ids), None))
 
-    def _matches(self, request: MatchRequest, answer: _Answer) -> MatchResponse:
-        first, plain = answer.found[0], answer.plain
-        total = len(first.fleet.replicas) if plain else answer.total()
-        replicas = _listed_plainly(answer, request.limit) if plain else _listed(answer, request.limit, total)
+    def _matches(self, request: MatchRequest, answer: Answer) -> MatchResponse:
+        first = answer.found[0]
+        total, replicas = answer.listed(request.limit)
         prompt_blocks = answer.prompt_tokens // first.space.block_size
         self._metrics.prompt_blocks += prompt_blocks
         self._metrics.matched_blocks += replicas[0].matched_blocks if replicas else 0
@@ -659,9 +426,9 @@ class Router:
         chosen = decision.candidate
         rows = []
         for found, view in answer.views():
-            depth = _NO_DEPTH
+            depth = NO_DEPTH
             if view.incarnation is not None and found.state(view) != "stale":
-                depth = found.depths.get(view.incarnation, _NO_DEPTH)
+                depth = found.depths.get(view.incarnation, NO_DEPTH)
             rows.append(
                 ExplainedReplica(
                     replica=view.spec.ref.replica,
@@ -701,7 +468,7 @@ class Router:
         )
 
     async def _deepest(
-        self, spaces: Iterable[_Space], tokens: Sequence[int], extras: PromptExtras, **other: None
+        self, spaces: Iterable[Space], tokens: Sequence[int], extras: PromptExtras, **other: None
     ) -> int:
         """Leading blocks the deepest replica would hold if the prompt lacked an extra; 0 if it does."""
         changed = msgspec.structs.replace(extras, **other)
@@ -805,7 +572,7 @@ class Router:
         views = [(space, view) for space in spaces for view in (space.fleet.replicas if space.fleet else ())]
         totals = self._reservations.totals([view.spec.ref for _, view in views])
         infos = [
-            _info(space, view, reserved, _doubted(view, self._feedbacks.doubts))
+            _info(space, view, reserved, doubted(view, self._feedbacks.doubts))
             for (space, view), reserved in zip(views, totals, strict=True)
         ]
         infos.sort(key=lambda info: (info.model, info.replica, info.dp_rank))
@@ -870,7 +637,7 @@ class Router:
         caller.may_use(request.model)
         return self.models.resolve(request.model)
 
-    async def _look_up(self, request: PromptRequest, caller: Caller, *, partial: bool = False) -> _Answer:
+    async def _look_up(self, request: PromptRequest, caller: Caller, *, partial: bool = False) -> Answer:
         target = self._target(request, caller)
         extras = self._extras(request, caller, target)
         spaces = self._by_model.get(target.model) or await self._spaces_of(target.model)
@@ -887,17 +654,17 @@ class Router:
 
     @staticmethod
     def _answer(
-        request: PromptRequest, found: Sequence[_Found | None], prompt_tokens: int, note: str | None
-    ) -> _Answer:
+        request: PromptRequest, found: Sequence[Found | None], prompt_tokens: int, note: str | None
+    ) -> Answer:
         names = None if request.replicas is None else frozenset(request.replicas)
         known = [f for f in found if f is not None]
         if not known:
             raise StoreUnavailable("no fleet of this model was ever read")
         seeing = len(known) == len(found) and not [f for f in known if f.blind is not None]
-        return _Answer(known, prompt_tokens, "ok" if seeing else "unavailable", names, note)
+        return Answer(known, prompt_tokens, "ok" if seeing else "unavailable", names, note)
 
     async def _tokens(
-        self, request: PromptRequest, spaces: Sequence[_Space], target: Target, caller: Caller
+        self, request: PromptRequest, spaces: Sequence[Space], target: Target, caller: Caller
     ) -> Tokens:
         if request.token_ids is not None:
             return Tokens(request.token_ids)
@@ -905,9 +672,7 @@ class Router:
         await self._read_fleets(spaces)  # whom to ask must not be older than whom the index will answer for
         return await self._tokenize(request, self._urls(spaces), target=target, scope=scope)
 
-    async def _ask_all(
-        self, spaces: Sequence[_Space], tokens: list[int], extras: PromptExtras
-    ) -> list[_Found | None]:
+    async def _ask_all(self, spaces: Sequence[Space], tokens: list[int], extras: PromptExtras) -> list[Found | None]:
         """Ask each namespace that had live replicas when last seen (all, if none had), live ones first."""
         chains: dict[tuple[BlockHash, int, int], Chain] = {}
         busy = [s for s in spaces if s.fleet and s.live(s.fleet)] or spaces
@@ -919,33 +684,33 @@ class Router:
             chain = chains[key]
             asked.append(self._ask(space, chain))
         found = list(await asyncio.gather(*asked))
-        found += [_Found(s, s.fleet, {}, {}) for s in spaces if s.fleet and s not in busy]
+        found += [Found(s, s.fleet, {}, {}) for s in spaces if s.fleet and s not in busy]
         return sorted(found, key=lambda f: -len(f.live) if f else 0)
 
-    async def _ask(self, space: _Space, chain: Chain) -> _Found | None:
+    async def _ask(self, space: Space, chain: Chain) -> Found | None:
         """None if the namespace cannot be asked and its fleet was never read."""
         return (
             self._blindly(space, chain) if space.down else await self._asked(space, chain, space.index.match(chain))
         )
 
-    async def _asked(self, space: _Space, chain: Chain, match: Awaitable[Match]) -> _Found | None:
+    async def _asked(self, space: Space, chain: Chain, match: Awaitable[Match]) -> Found | None:
         try:
             return self._found(space, chain, await match)
         except StoreError as error:
             self._mark_down(space, error)
             return self._blindly(space, chain)
 
-    def _blindly(self, space: _Space, chain: Chain) -> _Found | None:
+    def _blindly(self, space: Space, chain: Chain) -> Found | None:
         self._metrics.blind_answers.inc()
-        return None if space.fleet is None else _Found(space, space.fleet, {}, {}, INDEX_UNAVAILABLE, chain)
+        return None if space.fleet is None else Found(space, space.fleet, {}, {}, INDEX_UNAVAILABLE, chain)
 
-    def _found(self, space: _Space, chain: Chain, match: Match) -> _Found:
+    def _found(self, space: Space, chain: Chain, match: Match) -> Found:
         feedbacks = self._feedbacks
         space.saw(match.fleet, self._clock())
         depths = feedbacks.cut(chain, match.depths)
-        return _Found(space, match.fleet, depths, space.live(match.fleet), chain=chain, doubts=feedbacks.doubts)
+        return Found(space, match.fleet, depths, space.live(match.fleet), chain=chain, doubts=feedbacks.doubts)
 
-    async def _spaces_of(self, model: str) -> list[_Space]:
+    async def _spaces_of(self, model: str) -> list[Space]:
         spaces = self._by_model.get(model)
         if not spaces:
             await self._discover()  # it may have been announced a moment ago
@@ -979,13 +744,13 @@ class Router:
         return None if tenant is None else self._salt_of(tenant)
 
     @staticmethod
-    def _urls(spaces: Iterable[_Space]) -> list[str]:
+    def _urls(spaces: Iterable[Space]) -> list[str]:
         views = (view for space in spaces if space.fleet for view in space.live(space.fleet).values())
         return sorted({view.spec.url for view in views if view.spec.url})
 
     # Choosing
 
-    def _routing(self, request: RouteRequest, answer: _Answer) -> RoutingRequest:
+    def _routing(self, request: RouteRequest, answer: Answer) -> RoutingRequest:
         return RoutingRequest(
             prompt_tokens=answer.prompt_tokens,
             max_output_tokens=request.max_output_tokens,
@@ -1000,7 +765,7 @@ class Router:
         self,
         policy: Policy,
         request: RoutingRequest,
-        answer: _Answer,
+        answer: Answer,
         admit: Callable[[Candidate], bool] | None,
         reservation: str,
         *,
@@ -1057,7 +822,7 @@ class Router:
             )
         return PolicyList(policies=infos)
 
-    def _candidates(self, answer: _Answer) -> Candidates:
+    def _candidates(self, answer: Answer) -> Candidates:
         """Whom a policy may choose from: the live; without any, those that were live when last seen; else all; and
         where the registry was emptied a short while ago, whom it had before. Raises NoReplica."""
         self._placements.expire(self._clock())
@@ -1077,8 +842,8 @@ class Router:
         if not candidates:
             oldest = self._clock() - REMEMBER_S
             spaces = [f.space for f in answer.found if f.space.remembered_at >= oldest]
-            lost = [_Found(s, s.remembered, {}, {}, REGISTRY_EMPTY) for s in spaces if s.remembered]
-            candidates = self._best_known(_Answer(lost, answer.prompt_tokens, answer.index, answer.names))
+            lost = [Found(s, s.remembered, {}, {}, REGISTRY_EMPTY) for s in spaces if s.remembered]
+            candidates = self._best_known(Answer(lost, answer.prompt_tokens, answer.index, answer.names))
         if not candidates:
             raise NoReplica(
                 "no replica of this model can be chosen",
@@ -1087,7 +852,7 @@ class Router:
             )
         return Candidates.of(candidates)
 
-    def _best_known(self, answer: _Answer) -> list[Candidate]:
+    def _best_known(self, answer: Answer) -> list[Candidate]:
         live: list[Candidate] = []
         lately: list[Candidate] = []
         rest: list[Candidate] = []
@@ -1098,9 +863,9 @@ class Router:
                 spec, incarnation = view.spec, view.incarnation
                 if spec.role == "decode":
                     continue  # gets its prompts from a prefill replica, not from here
-                depth, held = _NO_DEPTH, [0]
+                depth, held = NO_DEPTH, [0]
                 if state != "stale" and incarnation is not None:  # what is stale holds nothing, nor will
-                    depth = depths.get(incarnation, _NO_DEPTH)
+                    depth = depths.get(incarnation, NO_DEPTH)
                     held = [depth.blocks]
                     if chain is not None and self._placements:
                         self._placements.deepen([incarnation], chain.keys(chain.blocks), held)
@@ -1146,7 +911,7 @@ class Router:
             if len(self._spaces) >= MAX_NAMESPACES:
                 self._metrics.ignored_namespaces.inc()
                 return
-            space = _Space(await self._store.open(namespace))
+            space = Space(await self._store.open(namespace))
             await self._read_fleet(space)
             if space.id not in self._spaces:  # somebody else's refresh may have been faster
                 self._spaces[space.id] = space
@@ -1158,11 +923,11 @@ class Router:
         except StoreError as error:
             self._metrics.store_error(error)
 
-    async def _read_fleets(self, spaces: Iterable[_Space]) -> None:
+    async def _read_fleets(self, spaces: Iterable[Space]) -> None:
         """Those that are not known to be down."""
         await asyncio.gather(*(self._read_fleet(space) for space in spaces if not space.down))
 
-    async def _read_fleet(self, space: _Space) -> None:
+    async def _read_fleet(self, space: Space) -> None:
         try:
             fleet = await space.index.fleet()
         except StoreError as error:
@@ -1173,7 +938,7 @@ class Router:
                 _log.warning("the index of namespace %s can be reached again", space.id)
             space.down = False
 
-    def _mark_down(self, space: _Space, error: StoreError) -> None:
+    def _mark_down(self, space: Space, error: StoreError) -> None:
         self._metrics.store_error(error)
         if not space.down:
             _log.warning("the index of namespace %s cannot be used: %s", space.id, error)
@@ -1195,10 +960,6 @@ class Router:
                     space.backlog = report.remaining
 
 
-_NO_DEPTH = Depth(0, (0, 0, 0))
-_NO_TIERS = TierBlocks(0, 0, 0)
-
-
 def _reservations_of(store: Store, config: RouterConfig) -> Reservations:
     """Shared with all routers on the store, where it can."""
     if isinstance(store, SharesReservations):
@@ -1206,79 +967,18 @@ def _reservations_of(store: Store, config: RouterConfig) -> Reservations:
     return LocalReservations(ttl_s=config.reservation_ttl_s, capacity=config.max_reservations)
 
 
-def _listed_plainly(answer: _Answer, limit: int) -> list[MatchedReplica]:
-    """`_listed`, for a plain answer: what most are, so it builds nothing twice and nothing that is not listed."""
-    (found,) = answer.found
-    roster = found.space.roster(found.fleet)
-    holders, size = roster.holders, found.space.block_size
-    most = max(0, answer.prompt_tokens - 1) // size
-    rows = [(-depth.blocks, holders[incarnation], depth) for incarnation, depth in found.depths.items()]
-    rows.sort()
-    listed: list[MatchedReplica] = []
-    last, tiers, reusable = None, _NO_TIERS, 0
-    for _, (_, replica, dp_rank, state, cause, role), depth in rows[:limit]:
-        if depth is not last:
-            last, tiers, reusable = depth, TierBlocks(*depth.tiers), min(depth.blocks, most) * size
-        listed.append(
-            MatchedReplica(
-                replica=replica,
-                dp_rank=dp_rank,
-                matched_blocks=depth.blocks,
-                reusable_tokens=reusable,
-                tiers=tiers,
-                state=state,
-                cause=cause,
-                role=role,
-            )
-        )
-    room = min(len(roster.empty), limit) - len(listed)
-    if room > 0:
-        taken = {place for _, (place, *_), _ in rows}
-        listed += islice((row for place, row in enumerate(roster.empty) if place not in taken), room)
-    return listed
-
-
-def _listed(answer: _Answer, limit: int, total: int) -> list[MatchedReplica]:
-    """Deepest first, then by ref; at most `limit`. total: replicas to consider."""
-    rows: list[tuple[int, ReplicaRef, _Found, ReplicaView, Depth]] = []
-    for found in answer.found:
-        for incarnation, depth in found.depths.items():
-            view = found.live.get(incarnation)
-            if view is not None and answer.admits(view.spec.ref):
-                rows.append((-depth.blocks * found.space.block_size, view.spec.ref, found, view, depth))
-    rows.sort(key=_deepest_first)
-    listed: dict[ReplicaRef, MatchedReplica] = {}
-    for _, ref, found, view, depth in rows:
-        if len(listed) == limit:
-            break
-        if ref not in listed:
-            listed[ref] = answer.entry(found, view, depth)
-    room = min(total, limit)
-    if len(listed) < room:
-        for found, view in answer.views():
-            if view.spec.ref not in listed:
-                listed[view.spec.ref] = answer.entry(found, view, _NO_DEPTH)
-                if len(listed) == room:
-                    break
-    return list(listed.values())
-
-
-def _deepest_first(row: tuple[int, ReplicaRef, _Found, ReplicaView, Depth]) -> tuple[int, ReplicaRef]:
-    return row[0], row[1]
-
-
-_Holder = tuple[_Found, Incarnation, ReplicaView]
+_Holder = tuple[Found, Incarnation, ReplicaView]
 """A replica that may hold something, where it was found."""
 
 
-def _holder(answer: _Answer, ref: ReplicaRef) -> _Holder | None:
+def _holder(answer: Answer, ref: ReplicaRef) -> _Holder | None:
     for found, view in answer.views():
         if view.spec.ref == ref:
             return None if view.incarnation is None else (found, view.incarnation, view)
     return None
 
 
-def _prediction(answer: _Answer, holder: _Holder | None, candidates: Candidates, chosen: Candidate) -> Prediction:
+def _prediction(answer: Answer, holder: _Holder | None, candidates: Candidates, chosen: Candidate) -> Prediction:
     """What feedback will be compared with."""
     size = chosen.block_size
     index, incarnation, spec, keys = answer.found[0].space.index, None, None, b""
@@ -1323,16 +1023,11 @@ def _report_defect(task: asyncio.Task[None]) -> None:
         _log.error("background task %s ended for a defect of ours", task.get_name(), exc_info=error)
 
 
-def _doubted(view: ReplicaView, doubts: Mapping[Incarnation, str]) -> str | None:
-    """Why an otherwise exact replica is not to be believed."""
-    return doubts.get(view.incarnation) if view.incarnation is not None and view.state == "exact" else None
-
-
 def _salt(secret: bytes, tenant: str) -> str:
     return hmac.new(secret, tenant.encode(), "sha256").hexdigest()
 
 
-def _info(space: _Space, view: ReplicaView, reserved: Pending, doubt: str | None) -> ReplicaInfo:
+def _info(space: Space, view: ReplicaView, reserved: Pending, doubt: str | None) -> ReplicaInfo:
     spec, status, namespace = view.spec, view.status, space.index.namespace
     load = status.load
     return ReplicaInfo(
@@ -1360,115 +1055,3 @@ def _info(space: _Space, view: ReplicaView, reserved: Pending, doubt: str | None
             reserved_tokens=reserved.tokens,
         ),
     )
-
-
-class _RouterMetrics(Collector):
-    """What the router counts. Labels come from fixed sets: policies, reasons, error classes. What every query counts
-    is a plain number here, and a metric only when somebody scrapes."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"metatrie_router_{name}", text, labels, registry=registry)
-
-        self.prompt_blocks = 0
-        self.matched_blocks = 0
-        registry.register(self)
-        self.blind_answers = counter("blind_answers", "Lookups answered without the index, since it was away")
-        self.swept_pages = counter("swept_pages", "Pages of dead incarnations reclaimed")
-        self.ignored_namespaces = counter("ignored_namespaces", "Times namespaces were ignored at the bound")
-        self._decisions = counter("decisions", "Routing decisions", "policy", "reason")
-        self._predicted = counter("predicted_tokens", "Cached prompt tokens predicted, of requests with feedback")
-        self._served = counter("served_tokens", "Cached prompt tokens engines reported for the same requests")
-        self._over = counter("overpredicted_tokens", "Tokens predicted and not served")
-        self._under = counter("underpredicted_tokens", "Tokens served and not predicted")
-        self._feedbacks = counter("feedbacks", "Requests with feedback")
-        self._outcomes = counter("feedback_outcomes", "Requests with feedback, by what became of it", "outcome")
-        self._missed = counter("missed_tokens", "Cached tokens a request could have had, by why it did not", "cause")
-        for outcome in OUTCOMES:
-            self._outcomes.labels(outcome)
-        self._store_errors = counter("store_errors", "Store operations that failed", "error")
-
-    def collect(self) -> Iterable[Metric]:
-        yield CounterMetricFamily(
-            "metatrie_router_prompt_blocks", "Full blocks in the prompts looked up", value=self.prompt_blocks
-        )
-        yield CounterMetricFamily(
-            "metatrie_router_matched_blocks",
-            "Of those, held by the chosen replica (route) or the deepest one (match)",
-            value=self.matched_blocks,
-        )
-
-    def decision(self, policy: str, reason: str) -> None:
-        self._decisions.labels(policy, reason).inc()
-
-    def predicted(self, predicted: int, served: int) -> None:
-        self._feedbacks.inc()
-        self._predicted.inc(predicted)
-        self._served.inc(served)
-        self._over.inc(max(0, predicted - served))
-        self._under.inc(max(0, served - predicted))
-
-    def judged(self, outcome: str, missed: int, diverted: int) -> None:
-        self._outcomes.labels(outcome).inc()
-        if missed:
-            self._missed.labels(outcome).inc(missed)
-        if diverted:
-            self._missed.labels("diverted").inc(diverted)
-
-    def store_error(self, error: StoreError) -> None:
-        self._store_errors.labels(type(error).__name__).inc()
-
-
-class _FleetCollector(Collector):
-    """Gauges computed when somebody scrapes, from what the router last saw."""
-
-    def __init__(
-        self, spaces: Mapping[NamespaceId, _Space], reservations: Reservations, feedbacks: Feedbacks
-    ) -> None:
-        self._spaces = spaces
-        self._reservations = reservations
-        self._feedbacks = feedbacks
-
-    def collect(self) -> Iterable[Metric]:
-        fleet: Tally[tuple[str, str]] = Tally()
-        causes: set[str] = set()
-        for space in self._spaces.values():
-            for view in space.fleet.replicas if space.fleet else ():
-                doubt = _doubted(view, self._feedbacks.doubts)
-                state, cause = ("degraded", doubt) if doubt else (view.state, view.cause)
-                if space.down:
-                    state, cause = "stale", INDEX_UNAVAILABLE
-                if cause not in causes:
-                    if len(causes) >= MAX_CAUSES:
-                        cause = "other"
-                    causes.add(cause)
-                fleet[state, cause] += 1
-        replicas = GaugeMetricFamily(
-            "metatrie_router_replicas", "Registered replicas by state and its cause", labels=["state", "cause"]
-        )
-        for labels, count in fleet.items():
-            replicas.add_metric(labels, count)
-        yield replicas
-        yield GaugeMetricFamily(
-            "metatrie_router_namespaces_down",
-            "Namespaces whose index cannot be used",
-            value=sum(space.down for space in self._spaces.values()),
-        )
-        yield GaugeMetricFamily(
-            "metatrie_router_sweep_backlog",
-            "Dead incarnations still to be reclaimed, as this router's last sweep left them",
-            value=sum(space.backlog for space in self._spaces.values()),
-        )
-        counts = self._reservations.counts()
-        yield GaugeMetricFamily("metatrie_router_reservations", "Reservations held", value=counts.held)
-        yield CounterMetricFamily(
-            "metatrie_router_reservations_expired", "Reservations nobody freed", value=counts.expired
-        )
-        yield CounterMetricFamily(
-            "metatrie_router_reservations_dropped", "Reservations dropped at the bound", value=counts.dropped
-        )
-        yield CounterMetricFamily(
-            "metatrie_router_reservations_unshared",
-            "Changes of reservations other routers could not be told of",
-            value=counts.unshared,
-        )

@@ -154,9 +154,21 @@ async def test_states_and_metrics_are_shown(stack: Stack, session: aiohttp.Clien
 async def test_every_metric_is_explained(stack: Stack, session: aiohttp.ClientSession) -> None:
     page = (Path(metatrie.__file__).parent / "docs" / "operation.md").read_text()
     shown: set[str] = set()
+    labels: dict[str, set[str]] = {}
     for url in (stack.router_url, stack.engines[0].sidecar_url):
         async with session.get(f"{url}/metrics") as response:
-            shown |= set(re.findall(r"^# HELP (metatrie_\S+)", await response.text(), re.MULTILINE))
+            text = await response.text()
+        shown |= set(re.findall(r"^# HELP (metatrie_\S+)", text, re.MULTILINE))
+        for name, given in re.findall(r"^(metatrie_\w+)\{(.+)\} ", text, re.MULTILINE):
+            labels.setdefault(name, set()).update(re.findall(r"(\w+)=\"", given))
     names = {name for name in shown if not name.endswith("_created")}
     assert len(names) > 50
     assert sorted(name for name in names if f"`{name}" not in page) == []
+    explained = re.findall(r"`(metatrie_\w+)\{([\w,]+)\}`", page)
+    assert len(explained) > 5
+    for name, given in explained:
+        if name in labels:
+            assert set(given.split(",")) == labels[name] - (set() if "model" in given else {"model"}) - {
+                "replica",
+                "dp_rank",
+            }, name

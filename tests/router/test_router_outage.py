@@ -64,7 +64,7 @@ async def test_the_router_outlives_its_store(
     assert metrics["metatrie_router_blind_answers_total"] == 2
     assert metrics["metatrie_router_namespaces_down"] == 1
     assert metrics['metatrie_router_store_errors_total{error="StoreUnavailable"}'] >= 1
-    assert metrics['metatrie_router_replicas{cause="index_unavailable",state="stale"}'] == 2
+    assert metrics['metatrie_router_replicas{cause="index_unavailable",model="m",state="stale"}'] == 2
 
     server.start()
 

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from metatrie.indexer.http_api import endpoints, make_app, trust_loopback
 from metatrie.indexer.memory import MemoryStore
-from metatrie.indexer.router import MAX_CAUSES, Router, RouterConfig
+from metatrie.indexer.router import Router, RouterConfig
+from metatrie.indexer.router_metrics import MAX_CAUSES
 from metatrie.indexer.tenants import BearerAuth, Caller
 from metatrie.proto.api import RegisterReplica, ReplicaInfo, ReplicaLoad
 from metatrie.proto.errors import Conflict
@@ -213,8 +214,8 @@ async def test_metrics_tell_requests_blocks_and_replicas(api: Api, hold: Hold) -
     assert metrics['metatrie_router_http_request_seconds_count{route="POST /v1/route"}'] == 1
     assert metrics["metatrie_router_prompt_blocks_total"] == 12
     assert metrics["metatrie_router_matched_blocks_total"] == 8
-    assert metrics['metatrie_router_replicas{cause="",state="exact"}'] == 1
-    assert metrics['metatrie_router_replicas{cause="gap",state="degraded"}'] == 1
+    assert metrics['metatrie_router_replicas{cause="",model="m",state="exact"}'] == 1
+    assert metrics['metatrie_router_replicas{cause="gap",model="m",state="degraded"}'] == 1
     assert metrics["metatrie_router_namespaces_down"] == 0
     assert metrics["metatrie_router_reservations"] == 1
 
@@ -260,9 +261,9 @@ async def test_new_namespaces_and_expired_leases_show_without_a_request(
 
         return condition
 
-    await eventually(shows('cause="",state="exact"'))
+    await eventually(shows('cause="",model="m",state="exact"'))
     now[0] = 2
-    await eventually(shows('cause="lease_expired",state="stale"'))
+    await eventually(shows('cause="lease_expired",model="m",state="stale"'))
 
 
 # OpenAPI
