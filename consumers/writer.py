@@ -229,7 +229,7 @@ class IndexWriter:
 
     async def _write_loop(self) -> None:
         backoff = BACKOFF_S[0]
-        while _goes_on():
+        while True:
             try:
                 if self._suspicious and self.claim is not None:
                     await self._ask_witness()
@@ -279,7 +279,7 @@ class IndexWriter:
 
     async def _next_turn(self) -> None:
         """Sleep until there is something to write; let a few single blocks gather."""
-        if self.claim is None or self._fresh_life or self._may_activate() or not _goes_on():
+        if self.claim is None or self._fresh_life or self._may_activate():
             return
         if self._doubted:
             await _wait(self._wake, max(0.0, self._publish_at - time.monotonic()))
@@ -360,7 +360,7 @@ class IndexWriter:
             self.lag_s = max(0.0, now - ts)
 
     async def _renew_loop(self) -> None:
-        while _goes_on():
+        while True:
             await _wait(self._renew, self._lease_s / 3)
             self._renew.clear()
             if not self.active:
@@ -401,7 +401,7 @@ class IndexWriter:
 
     async def _refresh_loop(self) -> None:
         """Verify every page once per `refresh_s`: renew its TTL, mend what the store lost or brought back."""
-        while _goes_on():
+        while True:
             await asyncio.sleep(self._refresh_s)
             try:
                 await self._refresh()
@@ -426,13 +426,6 @@ class IndexWriter:
                 self.stats.repaired += await self._index.refresh(claim.incarnation, self._version, blocks)
                 self.stats.refreshed += len(blocks)
             await asyncio.sleep(0)
-
-
-def _goes_on() -> bool:
-    """Whether this task was not cancelled. Redis clients wait with `wait_for`, which in Python 3.11 swallows a
-    cancellation that comes together with the answer."""
-    task = asyncio.current_task()
-    return task is None or not task.cancelling()
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -86,6 +86,21 @@ Command = tuple[str | Script | bytes | int, ...]
 """A command name or script, its key, its arguments."""
 
 
+class _Cancellable:
+    """A cancellation that comes within is raised at its end at the latest. Before Python 3.12 `asyncio.wait_for`,
+    which redis-py sends with, may swallow one that comes with what it waits for; a loop would then go on for ever."""
+
+    __slots__ = ("_before", "_task")
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._before = self._task.cancelling() if self._task is not None else 0
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if self._task is not None and self._task.cancelling() > self._before and kind is not asyncio.CancelledError:
+            raise asyncio.CancelledError
+
+
 class RedisLink:
     """Runs commands on one Redis, Valkey, Sentinel service or cluster. Raises nothing but store errors."""
 
@@ -110,6 +125,10 @@ class RedisLink:
         """
         if self._closed:
             raise StoreUnavailable("the store was closed")
+        with _Cancellable():
+            return await self._run(commands, first)
+
+    async def _run(self, commands: Sequence[Command], first: Sequence[Command]) -> list[Any]:
         if all(isinstance(command[0], Script) or command[0] in _WIRED for command in commands):
             return await self._wired(commands, first)
         # On a cluster commands overtake each other, so what comes first is waited for.
@@ -141,33 +160,24 @@ class RedisLink:
     async def settings(self, pattern: str) -> dict[str, dict[str, str]]:
         """Settings of every primary that tells, by address (a single server's is ``). Managed services often forbid
         CONFIG; then nothing."""
-        try:
-            if not isinstance(self._client, RedisCluster):
-                (found,) = await self.run([("CONFIG GET", pattern)])
-                return {"": found}
-            try:
-                await self._client.initialize()
-                return {
-                    node.name: await self._client.execute_command("CONFIG GET", pattern, target_nodes=node)
-                    for node in self._client.get_primaries()
-                }
-            except _FAILURES as error:
-                _fail(error)
-        except StoreRefused:
-            return {}
+        return await self._from_primaries("CONFIG GET", pattern)
 
     async def server_infos(self, section: str) -> dict[str, dict[str, Any]]:
         """One section of INFO from every primary, by address (a single server's is ``); empty if we may not ask."""
+        return await self._from_primaries("INFO", section)
+
+    async def _from_primaries(self, command: str, argument: str) -> dict[str, dict[str, Any]]:
         try:
             if not isinstance(self._client, RedisCluster):
-                (info,) = await self.run([("INFO", section)])
-                return {"": info}
+                (reply,) = await self.run([(command, argument)])
+                return {"": reply}
             try:
-                await self._client.initialize()
-                return {
-                    node.name: await self._client.execute_command("INFO", section, target_nodes=node)
-                    for node in self._client.get_primaries()
-                }
+                with _Cancellable():
+                    await self._client.initialize()
+                    return {
+                        node.name: await self._client.execute_command(command, argument, target_nodes=node)
+                        for node in self._client.get_primaries()
+                    }
             except _FAILURES as error:
                 _fail(error)
         except StoreRefused:
@@ -178,7 +188,8 @@ class RedisLink:
         if not isinstance(self._client, RedisCluster):
             return [b"0"]
         try:
-            await self._client.initialize()
+            with _Cancellable():
+                await self._client.initialize()
         except _FAILURES as error:
             _fail(error)
         slots, known = self._client.nodes_manager.slots_cache, self._first_slots

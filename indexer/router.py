@@ -222,7 +222,6 @@ class Router:
         self._by_model: dict[str, list[Space]] = {}
         self._policies: dict[tuple[str, str | None], Policy] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._stopping = False
         log = self.config.decision_log
         self.decisions = Decisions(
             capacity=self.config.decisions,
@@ -236,7 +235,6 @@ class Router:
 
     async def start(self) -> Self:
         """Begin background work. A store that is away does not keep the router from starting."""
-        self._stopping = False
         await self._reservations.start()
         await self._poll_once()
         self._tasks = [asyncio.create_task(self._poll(), name="router-poll")]
@@ -248,8 +246,6 @@ class Router:
 
     async def stop(self) -> None:
         """Idempotent."""
-        # The flag, too: before Python 3.12 asyncio.wait_for, which store clients use, may swallow a cancellation.
-        self._stopping = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -890,7 +886,7 @@ class Router:
     # Background
 
     async def _poll(self) -> None:
-        while not self._stopping:
+        while True:
             down = any(space.down for space in self._spaces.values())
             await asyncio.sleep(self.config.outage_poll_interval_s if down else self.config.poll_interval_s)
             await self._poll_once()
@@ -945,7 +941,7 @@ class Router:
         space.down = True
 
     async def _sweep(self) -> None:
-        while not self._stopping:
+        while True:
             # Routers started together should not all come for the lock together.
             await asyncio.sleep(self.config.sweep_interval_s * self._rng.uniform(0.75, 1.25))
             for space in list(self._spaces.values()):

@@ -66,8 +66,6 @@ class Index:
         self.failure: Exception | None = None
         self.gates: dict[str, asyncio.Event] = {}
         self.waiting: set[str] = set()
-        self.swallows = False
-        """A cancellation at a gate opens it, and is lost: what `wait_for` of Python 3.11 can do to a client."""
         self.writes: list[list[BlockWrite]] = []
         self.versions: list[int] = []
 
@@ -81,11 +79,7 @@ class Index:
                 raise self.failure
             if (gate := self.gates.get(name)) is not None:
                 self.waiting.add(name)
-                try:
-                    await gate.wait()
-                except asyncio.CancelledError:
-                    if not self.swallows:
-                        raise
+                await gate.wait()
                 self.waiting.discard(name)
             answer = await method(*args, **kwargs)
             if name == "write":
@@ -303,8 +297,7 @@ async def test_cancelling_ends_it_whatever_it_was_doing(world: World) -> None:
 
 
 @pytest.mark.parametrize("call", ["witness", "claim", "activate", "write", "renew"])
-async def test_cancelling_ends_it_even_if_the_client_swallows_that(world: World, call: str) -> None:
-    world.index.swallows = True
+async def test_cancelling_ends_it_in_the_middle_of_a_call(world: World, call: str) -> None:
     consumer = world.consumer(lease_s=3.0)
     if call != "activate":
         await until(lambda: consumer.writer.idle)

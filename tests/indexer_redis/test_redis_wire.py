@@ -192,3 +192,20 @@ async def test_a_quick_match_fails_with_its_connection(store: RedisStore, admin:
             break
         except StoreUnavailable:
             continue
+
+
+async def test_a_cancellation_is_never_lost(store: RedisStore) -> None:
+    """Whenever it comes. redis-py alone swallows some that come together with what it waits for."""
+    index = await store.open(NAMESPACE)
+    cancelled = 0
+    for turns in range(600):
+        task = asyncio.create_task([store.namespaces, index.fleet, index.witness][turns % 3]())
+        for _ in range(turns // 3 % 20):
+            await asyncio.sleep(0)
+        if task.cancel():
+            await asyncio.wait([task])
+            assert task.cancelled()
+            cancelled += 1
+        else:
+            await task
+    assert cancelled > 100
