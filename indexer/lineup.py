@@ -55,9 +55,7 @@ class Lineup:
         roster, size = self._roster, self._size
         get = depths.get
         found = [get(incarnation, _NO_DEPTH) for incarnation in self._incarnations]
-        slower: Sequence[int] = ()
-        if any(depth.tiers[0] != depth.blocks for depth in depths.values()):
-            slower = [i for i, depth in enumerate(found) if depth.tiers[0] != depth.blocks]
+        slower = [i for i, depth in enumerate(found) if depth.tiers[0] != depth.blocks] if depths else ()
         held = [depth.blocks for depth in found]
         if placements and chain is not None:
             placements.deepen(self._incarnations, chain.keys(chain.blocks), held)
