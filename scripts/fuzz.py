@@ -42,21 +42,32 @@ MAX_BLOCKS: Final = 64
 MAX_OPERATIONS: Final = 256
 INSTRUMENTED: Final = (events, hashing, stream, inventory, rules)
 
+_encode = msgspec.msgpack.Encoder(enc_hook=list).encode
 _NAMESPACE = Namespace(model="m", block_size=4)
 _U64 = 1 << 64
 
 
 def check_decoder(data: bytes) -> None:
-    """Decode one payload and apply it twice. Raises AssertionError, or whatever was not meant to be raised."""
-    try:
-        batch = decode_batch(data)
-    except MalformedBatch:
+    """Decode one payload, by the native kernel too where there is one, and apply it twice. Raises AssertionError, or
+    whatever was not meant to be raised."""
+    batch, packed = _decoded(data, pack_tokens=False), _decoded(data, pack_tokens=True)
+    # By their bytes: a NaN anywhere equals nothing.
+    assert _encode(batch) == _encode(packed), "the two ways to decode differ"
+    if isinstance(batch, str):
         return
     _check_batch(batch)
     for engine in ("vllm", "sglang"):
         held = Inventory(_NAMESPACE, rule=rule_for(engine), max_blocks=MAX_BLOCKS)
         _check_inventory(held, batch)
         _check_inventory(held, batch)
+
+
+def _decoded(data: bytes, *, pack_tokens: bool) -> Batch | str:
+    """The batch, or what is wrong with it."""
+    try:
+        return decode_batch(data, pack_tokens=pack_tokens)
+    except MalformedBatch as error:
+        return error.cause
 
 
 def check_stream(data: bytes) -> None:
