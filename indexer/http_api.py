@@ -222,6 +222,7 @@ def endpoints(
         return reply(request, router.policies())
 
     async def alive(request: web.Request) -> web.Response:
+        router.expect_alive()
         return reply(request, Status(status="alive"))
 
     async def ready(request: web.Request) -> web.Response:

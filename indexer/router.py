@@ -578,11 +578,15 @@ class Router:
             total=len(infos),
         )
 
-    async def ready(self) -> Status:
-        """Raises StoreError, or what killed a background task, if this router cannot do its work."""
+    def expect_alive(self) -> None:
+        """Raises what killed a background task: without one this router goes stale, and only a restart mends that."""
         for task in self._tasks:
             if task.done():
                 task.result()
+
+    async def ready(self) -> Status:
+        """Raises StoreError, or what killed a background task, if this router cannot do its work."""
+        self.expect_alive()
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 await self._store.ping()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from metatrie.indexer.connect import open_store
 from metatrie.indexer.embedded import EmbeddedRedis
+from metatrie.indexer.memory import MemoryStore
 from metatrie.indexer.router import RouterConfig
 from metatrie.proto.hashing import Namespace
 from metatrie.proto.index import Load, ReplicaRef, ReplicaStatus, Store
@@ -149,3 +150,23 @@ async def test_an_emptied_registry_is_remembered_for_a_while_only(
     now[0] = 61
     answer = await api.call("POST", "/v1/route", {"model": "m", "token_ids": TOKENS})
     assert (answer.status, answer.json["title"]) == (503, "No replica available")
+
+
+async def test_a_router_that_cannot_go_on_is_not_called_alive(serve_api: ServeApi, eventually: Any) -> None:
+    class Defective(MemoryStore):
+        broken = False
+
+        async def namespaces(self) -> Sequence[Namespace]:
+            if self.broken:
+                raise KeyError("a defect")
+            return await super().namespaces()
+
+    store = Defective()
+    api = await serve_api(store, FAST)
+    assert (await api.call("GET", "/healthz")).status == 200
+    store.broken = True
+
+    async def shown() -> bool:
+        return (await api.call("GET", "/healthz")).status == 500 == (await api.call("GET", "/readyz")).status
+
+    await eventually(shown)
