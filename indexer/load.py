@@ -13,6 +13,8 @@ that. Both are counted. All share one TTL, so insertion order is expiry order an
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
 import time
 from collections import OrderedDict
@@ -23,6 +25,8 @@ import msgspec
 
 from ..proto.index import ReplicaRef
 from .policies import TYPICAL_SPEED, Speed
+
+_log = logging.getLogger("metatrie.router")
 
 T = TypeVar("T")
 
@@ -126,6 +130,10 @@ class Reservations(Protocol):
 
     async def close(self) -> None: ...
 
+    def expect_alive(self) -> None:
+        """Raises what killed their background work, if anything did."""
+        ...
+
     async def place(self, choose: Callable[[str], Wanted]) -> Reservation:
         """Reserve what `choose` says, from now until freed or expired.
 
@@ -202,6 +210,9 @@ class LocalReservations:
         return None
 
     async def close(self) -> None:
+        return None
+
+    def expect_alive(self) -> None:
         return None
 
     async def add(self, ref: ReplicaRef, *, predicted_tokens: int, uncached_tokens: int) -> Reservation:
@@ -391,3 +402,9 @@ class Learned:
             step_s=step_s,
             sequence_step_s=declared.sequence_step_s * figures.decode,
         )
+
+
+def report_defect(task: asyncio.Task[None]) -> None:
+    """Callback of a background task that should end only when asked to: tells of what else ended it, when it does."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("background task %s ended for a defect of ours", task.get_name(), exc_info=error)

@@ -75,6 +75,7 @@ from .load import (
     Reservations,
     SharesReservations,
     Wanted,
+    report_defect,
 )
 from .models import ModelConfig, Models, Target
 from .placement import Placements
@@ -241,7 +242,7 @@ class Router:
         if self.config.sweep_interval_s:
             self._tasks.append(asyncio.create_task(self._sweep(), name="router-sweep"))
         for task in self._tasks:
-            task.add_done_callback(_report_defect)
+            task.add_done_callback(report_defect)
         return self
 
     async def stop(self) -> None:
@@ -583,6 +584,7 @@ class Router:
         for task in self._tasks:
             if task.done():
                 task.result()
+        self._reservations.expect_alive()
 
     async def ready(self) -> Status:
         """Raises StoreError, or what killed a background task, if this router cannot do its work."""
@@ -1016,11 +1018,6 @@ def _no_reservation(field: str) -> NotFound:
     return NotFound(
         "there is no such reservation (any more)", field=field, remedy="it was freed, or it expired; route again"
     )
-
-
-def _report_defect(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _log.error("background task %s ended for a defect of ours", task.get_name(), exc_info=error)
 
 
 def _salt(secret: bytes, tenant: str) -> str:

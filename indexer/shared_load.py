@@ -47,6 +47,7 @@ from .load import (
     Reservation,
     ReservationCounts,
     Wanted,
+    report_defect,
 )
 from .redis_link import Command, RedisLink, script
 
@@ -128,6 +129,7 @@ class SharedReservations:
         self._closing.clear()
         await self._beat()
         self._heart = asyncio.create_task(self._live(), name="router-load")
+        self._heart.add_done_callback(report_defect)
 
     async def close(self) -> None:
         """Free what is ours. Idempotent."""
@@ -135,7 +137,7 @@ class SharedReservations:
         if heart is not None:
             # Asked, not cancelled: what is on the wire is waited for, which the link bounds.
             self._closing.set()
-            await heart
+            await asyncio.wait([heart])
             if self._refreshing is not None:
                 await self._refreshing
             if self._away:
@@ -144,6 +146,10 @@ class SharedReservations:
                 await self._link.run(
                     [(_ALIVE, _load_key(self._router), 0), (_ROUTERS_SCRIPT, _ROUTERS, "", self._router)]
                 )
+
+    def expect_alive(self) -> None:
+        if self._heart is not None and self._heart.done():
+            self._heart.result()
 
     async def _live(self) -> None:
         while not self._closing.is_set():

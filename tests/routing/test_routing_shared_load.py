@@ -230,3 +230,22 @@ async def test_without_redis_a_router_counts_on_by_itself() -> None:
         assert alone.counts().unshared == 6
         await alone.close()
         await store.close()
+
+
+async def test_a_heartbeat_that_ended_is_told(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = await store_at(redis_url)
+    held = SharedReservations(store._link, lease_s=0.03)
+    await held.start()
+    held.expect_alive()
+    monkeypatch.setattr(held, "_free_expired", None)  # a defect: not even callable
+
+    async def ended() -> bool:
+        try:
+            held.expect_alive()
+        except TypeError:
+            return True
+        return False
+
+    await until(ended)
+    await held.close()
+    await store.close()
