@@ -55,7 +55,8 @@ class Lineup:
         roster, size = self._roster, self._size
         get = depths.get
         found = [get(incarnation, _NO_DEPTH) for incarnation in self._incarnations]
-        slower = [i for i, depth in enumerate(found) if depth.tiers[0] != depth.blocks] if depths else ()
+        tiered = [depth for depth in depths.values() if depth.tiers[0] != depth.blocks]
+        slower = [i for i, depth in enumerate(found) if depth.tiers[0] != depth.blocks] if tiered else ()
         held = [depth.blocks for depth in found]
         if placements and chain is not None:
             placements.deepen(self._incarnations, chain.keys(chain.blocks), held)
@@ -67,9 +68,9 @@ class Lineup:
             roster,
             depths=found,
             reusable=[blocks * size if blocks < most else limit for blocks in held],
-            requests=[total.requests for total in totals],
-            prefills=[total.prefills for total in totals],
-            tokens=[total.tokens for total in totals],
+            requests=totals.requests,
+            prefills=totals.prefills,
+            tokens=totals.tokens,
             speeds=learned.speeds(roster.refs),
             slower=slower,
         )

@@ -19,16 +19,16 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
 from ..proto.index import ReplicaRef
-from .policies import TYPICAL_SPEED, Speed
+from .policies import TYPICAL_SPEED, Speed, Speeds
 
 _log = logging.getLogger("metatrie.router")
 
-T = TypeVar("T")
+Row = TypeVar("Row", bound=tuple[Any, ...])
 
 DEFAULT_TTL_S = 600.0
 DEFAULT_CAPACITY = 100_000
@@ -59,61 +59,88 @@ class Wanted(NamedTuple):
     """And to be computed."""
 
 
-class Pending(msgspec.Struct, gc=False):
-    """What is reserved on one replica. Belongs to its Reservations: do not change it."""
+class Pending(NamedTuple):
+    """What is reserved on one replica, or a change of it."""
 
     requests: int = 0
-    tokens: int = 0
-    """Uncached prompt tokens still to be computed."""
     prefills: int = 0
     """Requests whose prefill is not known to be done."""
+    tokens: int = 0
+    """Their uncached prompt tokens."""
 
-    def change(self, requests: int, prefills: int, tokens: int) -> None:
-        self.requests += requests
-        self.prefills += prefills
-        self.tokens += tokens
+    def plus(self, other: Pending) -> Pending:
+        return Pending(self.requests + other.requests, self.prefills + other.prefills, self.tokens + other.tokens)
 
 
 NOTHING_PENDING = Pending()
 
 
-class PerReplica(Generic[T]):
-    """Values by replica, at hand in the order of the fleet that was asked about last: for decisions, which are about
-    the same fleet again and again while few values change. Bounds are its user's."""
+class Totals(NamedTuple):
+    """`Pending` of several replicas, in columns."""
 
-    def __init__(self, default: T) -> None:
+    requests: Sequence[int]
+    prefills: Sequence[int]
+    tokens: Sequence[int]
+
+
+class _Layout:
+    """Columns for one fleet."""
+
+    __slots__ = ("at", "columns", "refs")
+
+    def __init__(self, refs: Sequence[ReplicaRef], rows: Sequence[tuple[Any, ...]], width: int) -> None:
+        """width: cells of a row."""
+        self.refs = refs
+        self.at = {ref: at for at, ref in enumerate(refs)}
+        self.columns = [[row[cell] for row in rows] for cell in range(width)]
+
+
+class PerReplica(Generic[Row]):
+    """Rows by replica, at hand in columns for the fleets asked about last: decisions are about the same few fleets
+    again and again, and between two of them few rows change. Bounds: `LAYOUTS` fleets; rows are its user's matter."""
+
+    LAYOUTS: ClassVar[int] = 16
+
+    def __init__(self, default: Row) -> None:
         self._default = default
-        self._values: dict[ReplicaRef, T] = {}
-        self._refs: Sequence[ReplicaRef] = ()
-        self._at: dict[ReplicaRef, int] = {}
-        self._row: list[T] = []
+        self._rows: dict[ReplicaRef, Row] = {}
+        self._layouts: OrderedDict[int, _Layout] = OrderedDict()
+        """By identity of the sequence asked about; the newest last."""
 
-    def __getitem__(self, ref: ReplicaRef) -> T:
-        return self._values.get(ref, self._default)
+    def __getitem__(self, ref: ReplicaRef) -> Row:
+        return self._rows.get(ref, self._default)
 
-    def __setitem__(self, ref: ReplicaRef, value: T) -> None:
-        self._values[ref] = value
-        at = self._at.get(ref)
-        if at is not None:
-            self._row[at] = value
+    def __setitem__(self, ref: ReplicaRef, row: Row) -> None:
+        self._rows[ref] = row
+        self._lay_out(ref, row)
 
     def __contains__(self, ref: ReplicaRef) -> bool:
-        return ref in self._values
+        return ref in self._rows
 
     def drop(self, ref: ReplicaRef) -> None:
         """Back to the default."""
-        if self._values.pop(ref, None) is not None and ref in self._at:
-            self._row[self._at[ref]] = self._default
+        if self._rows.pop(ref, None) is not None:
+            self._lay_out(ref, self._default)
 
-    def of(self, refs: Sequence[ReplicaRef]) -> list[T]:
-        """One of each, in this order. Cheap for the very sequence asked about before, if nobody changed it."""
-        if len(refs) == 1:  # no fleet worth remembering
-            return [self[refs[0]]]
-        if refs is not self._refs:
-            self._row = [self[ref] for ref in refs]
-            self._at = {ref: at for at, ref in enumerate(refs)}
-            self._refs = refs
-        return self._row.copy()
+    def columns(self, refs: Sequence[ReplicaRef]) -> tuple[Sequence[Any], ...]:
+        """Of these, in this order, as they are now: what was given away never changes. Cheap for a
+        sequence asked about before, which nobody may change after that."""
+        layout = self._layouts.get(id(refs))
+        if layout is None:
+            layout = self._layouts[id(refs)] = _Layout(refs, [self[ref] for ref in refs], len(self._default))
+            if len(self._layouts) > self.LAYOUTS:
+                self._layouts.popitem(last=False)
+        return tuple(layout.columns)
+
+    def _lay_out(self, ref: ReplicaRef, row: Row) -> None:
+        for layout in self._layouts.values():
+            at = layout.at.get(ref)
+            if at is not None:
+                for number, cell in enumerate(row):
+                    column = layout.columns[number]
+                    if column[at] != cell:
+                        column = layout.columns[number] = column.copy()
+                        column[at] = cell
 
 
 class Reservations(Protocol):
@@ -161,8 +188,12 @@ class Reservations(Protocol):
         last one."""
         ...
 
-    def totals(self, refs: Sequence[ReplicaRef]) -> Sequence[Pending]:
-        """What is reserved on each, now. Live: read them before the next await."""
+    def total(self, ref: ReplicaRef) -> Pending:
+        """What is reserved on one, now."""
+        ...
+
+    def totals(self, refs: Sequence[ReplicaRef]) -> Totals:
+        """What is reserved on each of these, now. Cheap for a sequence asked about before."""
         ...
 
     def counts(self) -> ReservationCounts: ...
@@ -234,16 +265,14 @@ class LocalReservations:
             expires_at=self._clock() + self._ttl_s,
         )
         self._held[reservation.id] = reservation
-        if ref not in self._pending:
-            self._pending[ref] = Pending()
-        self._pending[ref].change(1, 1, uncached_tokens)
+        self._change(ref, Pending(1, 1, uncached_tokens))
         return reservation
 
     async def end_prefill(self, reservation: str) -> Reservation | None:
         self._expire()
         held = self._held.get(reservation)
         if held is not None and held.prefilling:
-            self._pending[held.ref].change(0, -1, -held.uncached_tokens)
+            self._change(held.ref, Pending(0, -1, -held.uncached_tokens))
             self._held[held.id] = msgspec.structs.replace(held, uncached_tokens=0, prefilling=False)
         return held
 
@@ -257,9 +286,13 @@ class LocalReservations:
     async def refresh(self) -> None:
         return None
 
-    def totals(self, refs: Sequence[ReplicaRef]) -> Sequence[Pending]:
+    def total(self, ref: ReplicaRef) -> Pending:
         self._expire()
-        return self._pending.of(refs)
+        return self._pending[ref]
+
+    def totals(self, refs: Sequence[ReplicaRef]) -> Totals:
+        self._expire()
+        return Totals(*self._pending.columns(refs))
 
     def counts(self) -> ReservationCounts:
         self._expire()
@@ -276,10 +309,14 @@ class LocalReservations:
 
     def _remove(self, reservation: str) -> None:
         held = self._held.pop(reservation)
-        pending = self._pending[held.ref]
-        pending.change(-1, -int(held.prefilling), -held.uncached_tokens)
-        if not pending.requests:
-            self._pending.drop(held.ref)
+        self._change(held.ref, Pending(-1, -int(held.prefilling), -held.uncached_tokens))
+
+    def _change(self, ref: ReplicaRef, change: Pending) -> None:
+        pending = self._pending[ref].plus(change)
+        if pending.requests:
+            self._pending[ref] = pending
+        else:
+            self._pending.drop(ref)
 
 
 # What work costs
@@ -329,15 +366,16 @@ class Learned:
         self._capacity = capacity
         self._routed: OrderedDict[str, _Routed] = OrderedDict()
         self._figures: dict[ReplicaRef, _Figures] = {}
-        self._speeds = PerReplica(declared)
+        self._speeds = PerReplica(declared.row)
         self.output_tokens = TYPICAL_OUTPUT_TOKENS
         """Mean of what was served lately."""
 
     def speed(self, ref: ReplicaRef) -> Speed:
-        return self._speeds[ref]
+        return self._speeds[ref].speed
 
-    def speeds(self, refs: Sequence[ReplicaRef]) -> Sequence[Speed]:
-        return self._speeds.of(refs)
+    def speeds(self, refs: Sequence[ReplicaRef]) -> Speeds:
+        """Of these. Cheap for a sequence asked about before."""
+        return Speeds(*self._speeds.columns(refs))
 
     def keep(self, refs: Collection[ReplicaRef]) -> None:
         """Forget replicas that are gone."""
@@ -401,7 +439,7 @@ class Learned:
             prefill_tokens_per_s=rate,
             step_s=step_s,
             sequence_step_s=declared.sequence_step_s * figures.decode,
-        )
+        ).row
 
 
 def report_defect(task: asyncio.Task[None]) -> None:

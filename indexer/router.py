@@ -366,7 +366,7 @@ class Router:
         reservation = await self._reservations.place(choose)
         decision, holder = decided[-1]
         chosen = decision.candidate
-        (reserved,) = self._reservations.totals((chosen.ref,))
+        reserved = self._reservations.total(chosen.ref)
         self._learned.routed(
             reservation.id,
             chosen.ref,
@@ -567,10 +567,9 @@ class Router:
             spaces = list(self._spaces.values())
         await asyncio.gather(self._read_fleets(spaces), self._reservations.refresh())
         views = [(space, view) for space in spaces for view in (space.fleet.replicas if space.fleet else ())]
-        totals = self._reservations.totals([view.spec.ref for _, view in views])
         infos = [
-            _info(space, view, reserved, doubted(view, self._feedbacks.doubts))
-            for (space, view), reserved in zip(views, totals, strict=True)
+            _info(space, view, self._reservations.total(view.spec.ref), doubted(view, self._feedbacks.doubts))
+            for space, view in views
         ]
         infos.sort(key=lambda info: (info.model, info.replica, info.dp_rank))
         return ReplicaList(
@@ -860,11 +859,11 @@ class Router:
         rest: list[Candidate] = []
         for found, standings in answer.standings():
             depths, chain, size = found.depths, found.chain, found.space.block_size
-            totals = self._reservations.totals([view.spec.ref for view, _, _ in standings])
-            for (view, state, cause), reserved in zip(standings, totals, strict=True):
+            for view, state, cause in standings:
                 spec, incarnation = view.spec, view.incarnation
                 if spec.role == "decode":
                     continue  # gets its prompts from a prefill replica, not from here
+                reserved = self._reservations.total(spec.ref)
                 depth, held = NO_DEPTH, [0]
                 if state != "stale" and incarnation is not None:  # what is stale holds nothing, nor will
                     depth = depths.get(incarnation, NO_DEPTH)

@@ -6,7 +6,8 @@ change is one round trip to one key. Before a decision a router reads the totals
 beside the lookup, and not again within `REFRESH_S`.
 
 Routers that decide at the same moment do not know of each other. So a reservation is followed, in the same round
-trip, by another look: of two routers one at least then sees what the other did. Where that is on the replica it chose
+trip, by another look: of two routers one at least then sees what the other did, since one server executes both in
+order (in a cluster too: a hash tag keeps all of this on one node). Where that is on the replica it chose
 itself, it chooses again, and moves its reservation if that comes out differently.
 
 When a router dies its HASH expires, `lease_s` after its last sign of life, and its load is gone from every view. What
@@ -46,6 +47,7 @@ from .load import (
     PerReplica,
     Reservation,
     ReservationCounts,
+    Totals,
     Wanted,
     report_defect,
 )
@@ -66,13 +68,13 @@ _RESERVE, _COMPUTED, _UNRESERVE = (
 )
 _ALIVE, _ROUTERS_SCRIPT = script("alive"), script("routers")
 _TOTAL = struct.Struct("<8sIIQ")
-_ROUTERS = b"mt:routers"
+_ROUTERS = b"mt:l:{l}"
 """HASH of router names that gave a sign of life; dead ones are dropped by whoever notices. No TTL, 20 bytes each."""
 
 
 def _load_key(router: str) -> bytes:
     """HASH of one router's reservations and totals (lua/reservations.lua); TTL `lease_s`; about 60 bytes each."""
-    return b"mt:l:" + router.encode()
+    return b"mt:l:{l}:" + router.encode()
 
 
 @lru_cache(MAX_NAMES)
@@ -104,10 +106,12 @@ class SharedReservations:
         """Ours, oldest first."""
         self._names: OrderedDict[bytes, ReplicaRef] = OrderedDict()
         self._ours: dict[ReplicaRef, Pending] = {}
-        self._others: dict[bytes, tuple[int, int, int]] = {}
+        self._others: dict[bytes, Pending] = {}
         """Totals of the other routers, by replica name."""
         self._totals = PerReplica(NOTHING_PENDING)
         """Ours and others', of every replica remembered."""
+        self._asked: Sequence[ReplicaRef] = ()
+        """About whom last; all of them are remembered."""
         self._routers: list[str] = []
         self._changes = 0
         """Of ours, sent or done."""
@@ -196,19 +200,20 @@ class SharedReservations:
         for choices in range(1, MAX_CHOICES + 1):
             reservation = self._hold(ident, wanted)
             name = _name(wanted.ref)
-            before = self._others.get(name, _NONE)
+            before = self._others.get(name, NOTHING_PENDING)
             if choices > 1:
                 await self._send(withdraw)
             tokens = wanted.uncached_tokens, wanted.predicted_tokens
             reserve = _RESERVE, _load_key(self._router), ident, name, *tokens, lease_ms
             await self._send(reserve, look=True)
-            requests, _, pending = self._others.get(name, _NONE)
-            if choices == MAX_CHOICES or self._away or (requests <= before[0] and pending <= before[2]):
+            now = self._others.get(name, NOTHING_PENDING)
+            unchanged = now.requests <= before.requests and now.tokens <= before.tokens
+            if choices == MAX_CHOICES or self._away or unchanged:
                 break
             # Others chose it too, at the same moment: seen from here, theirs came first.
             if self._held.pop(ident, None) is None:
                 break  # dropped at the bound
-            self._change(wanted.ref, -1, -1, -wanted.uncached_tokens)
+            self._change(wanted.ref, Pending(-1, -1, -wanted.uncached_tokens))
             try:
                 again = choose(ident)
             except CallerError:
@@ -232,7 +237,7 @@ class SharedReservations:
             prefilling=True,
             expires_at=self._clock() + self._ttl_s,
         )
-        self._change(ref, 1, 1, uncached_tokens)
+        self._change(ref, Pending(1, 1, uncached_tokens))
         return reservation
 
     async def end_prefill(self, reservation: str) -> Reservation | None:
@@ -241,7 +246,7 @@ class SharedReservations:
             return self._foreign(reservation, await self._send_foreign(_COMPUTED, reservation))
         if held.prefilling:
             self._held[reservation] = msgspec.structs.replace(held, uncached_tokens=0, prefilling=False)
-            self._change(held.ref, 0, -1, -held.uncached_tokens)
+            self._change(held.ref, Pending(0, -1, -held.uncached_tokens))
             await self._send((_COMPUTED, _load_key(self._router), reservation))
         return held
 
@@ -249,17 +254,16 @@ class SharedReservations:
         held = self._held.pop(reservation, None)
         if held is None:
             return self._foreign(reservation, await self._send_foreign(_UNRESERVE, reservation)) is not None
-        self._change(held.ref, -1, -int(held.prefilling), -held.uncached_tokens)
+        self._change(held.ref, Pending(-1, -int(held.prefilling), -held.uncached_tokens))
         await self._send((_UNRESERVE, _load_key(self._router), reservation))
         return True
 
-    def _change(self, ref: ReplicaRef, requests: int, prefills: int, tokens: int) -> None:
-        pending = self._ours.get(ref)
-        if pending is None:
-            pending = self._ours[ref] = Pending()
-        pending.change(requests, prefills, tokens)
-        if pending.requests <= 0:
-            del self._ours[ref]
+    def _change(self, ref: ReplicaRef, change: Pending) -> None:
+        pending = self._ours.get(ref, NOTHING_PENDING).plus(change)
+        if pending.requests > 0:
+            self._ours[ref] = pending
+        else:
+            self._ours.pop(ref, None)
         self._add_up(ref)
 
     async def _send(self, change: Command, *, look: bool = False) -> None:
@@ -310,15 +314,13 @@ class SharedReservations:
         self._names[_name(ref)] = ref
         if len(self._names) > MAX_NAMES:
             self._totals.drop(self._names.popitem(last=False)[1])
+            self._asked = ()
         self._add_up(ref)
 
     def _add_up(self, ref: ReplicaRef) -> None:
         """Its total anew."""
-        requests, prefills, tokens = self._others.get(_name(ref), _NONE)
-        total = self._totals[ref] = Pending(requests, tokens, prefills)
-        ours = self._ours.get(ref)
-        if ours is not None:
-            total.change(ours.requests, ours.prefills, ours.tokens)
+        others = self._others.get(_name(ref), NOTHING_PENDING)
+        self._totals[ref] = others.plus(self._ours.get(ref, NOTHING_PENDING))
 
     # The view
 
@@ -358,7 +360,7 @@ class SharedReservations:
         if look < self._seen:
             return  # a later one was faster
         self._seen = look
-        others: dict[bytes, tuple[int, int, int]] = {}
+        others: dict[bytes, Pending] = {}
         dead = []
         for router, (alive, totals) in zip(routers, replies, strict=True):
             if router == self._router:
@@ -367,9 +369,8 @@ class SharedReservations:
                     self._correct(totals or b"")
                     self._corrected_at = began
             elif alive:
-                for name, requests, prefills, tokens in _TOTAL.iter_unpack(totals or b""):
-                    before = others.get(name, _NONE)
-                    others[name] = before[0] + requests, before[1] + prefills, before[2] + tokens
+                for name, *total in _TOTAL.iter_unpack(totals or b""):
+                    others[name] = others.get(name, NOTHING_PENDING).plus(Pending(*total))
             else:
                 dead.append(router)
         self._see(others)
@@ -380,7 +381,7 @@ class SharedReservations:
         if dead:
             await self._link.run([(_ROUTERS_SCRIPT, _ROUTERS, "", *dead)])
 
-    def _see(self, others: dict[bytes, tuple[int, int, int]]) -> None:
+    def _see(self, others: dict[bytes, Pending]) -> None:
         """What the other routers have outstanding."""
         before, self._others = self._others, others
         for name in before.keys() | others.keys():
@@ -392,29 +393,28 @@ class SharedReservations:
         """What Redis says of ours."""
         before = self._ours
         self._ours = {
-            self._names[name]: Pending(requests, tokens, prefills)
-            for name, requests, prefills, tokens in _TOTAL.iter_unpack(totals)
-            if name in self._names
+            self._names[name]: Pending(*total) for name, *total in _TOTAL.iter_unpack(totals) if name in self._names
         }
         for ref in before.keys() | self._ours.keys():
             self._add_up(ref)
 
-    def totals(self, refs: Sequence[ReplicaRef]) -> Sequence[Pending]:
-        totals = self._totals.of(refs)
-        if any(total is NOTHING_PENDING for total in totals):
+    def total(self, ref: ReplicaRef) -> Pending:
+        if ref not in self._totals:
+            self._remember(ref)
+        return self._totals[ref]
+
+    def totals(self, refs: Sequence[ReplicaRef]) -> Totals:
+        if refs is not self._asked:
+            self._asked = refs
             for ref in refs:
                 if ref not in self._totals:
                     self._remember(ref)
-            totals = self._totals.of(refs)
-        return totals
+        return Totals(*self._totals.columns(refs))
 
     def counts(self) -> ReservationCounts:
         return ReservationCounts(
             held=len(self._held), expired=self._expired, dropped=self._dropped, unshared=self._unshared
         )
-
-
-_NONE = 0, 0, 0
 
 
 _UNKNOWN = ReplicaRef("unknown")

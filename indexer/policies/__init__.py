@@ -19,6 +19,8 @@ from .base import (
     Roster,
     RoutingRequest,
     Speed,
+    SpeedRow,
+    Speeds,
 )
 from .peers import (
     ApproximateScore,
@@ -45,6 +47,8 @@ __all__ = [
     "Roster",
     "RoutingRequest",
     "Speed",
+    "SpeedRow",
+    "Speeds",
     "make_policy",
 ]
 

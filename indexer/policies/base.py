@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import compress
 from operator import attrgetter
-from typing import Any, ClassVar, Self, overload
+from typing import Any, ClassVar, NamedTuple, Self, overload
 
 import msgspec
 
@@ -58,12 +58,50 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Fetching KV another replica holds; 0: this deployment cannot."""
 
     @cached_property
-    def seconds(self) -> tuple[float, float, float, float]:
-        """Of a prompt token: computed alone, in a chunk's step, and what each decoding sequence adds to the latter;
-        of a decoding sequence in a step."""
+    def row(self) -> SpeedRow:
+        """What decisions compute with."""
         token_s = 1.0 / self.prefill_tokens_per_s
         chunk = self.chunk_tokens
-        return token_s, token_s + self.step_s / chunk, self.sequence_step_s / chunk, self.sequence_step_s
+        return SpeedRow(
+            speed=self,
+            token_s=token_s,
+            chunk_token_s=token_s + self.step_s / chunk,
+            chunk_sequence_s=self.sequence_step_s / chunk,
+            sequence_s=self.sequence_step_s,
+            transfer=self.transfer_tokens_per_s,
+        )
+
+
+class SpeedRow(NamedTuple):
+    """A speed, and seconds that follow from it."""
+
+    speed: Speed
+    token_s: float
+    """Of a prompt token computed alone."""
+    chunk_token_s: float
+    """Of one in a chunk's step."""
+    chunk_sequence_s: float
+    """What each decoding sequence adds to the latter."""
+    sequence_s: float
+    """Of a decoding sequence in a step."""
+    transfer: float
+    """Tokens per second, as in Speed."""
+
+
+class Speeds(NamedTuple):
+    """`SpeedRow` of several replicas, in columns."""
+
+    speed: Sequence[Speed]
+    token_s: Sequence[float]
+    chunk_token_s: Sequence[float]
+    chunk_sequence_s: Sequence[float]
+    sequence_s: Sequence[float]
+    transfer: Sequence[float]
+
+    @classmethod
+    def of(cls, speeds: Iterable[Speed]) -> Speeds:
+        """speeds: at least one."""
+        return cls(*zip(*(speed.row for speed in speeds), strict=True))
 
 
 TYPICAL_SPEED = Speed()
@@ -150,7 +188,7 @@ class Candidates(Sequence[Candidate]):
         requests: Sequence[int],
         prefills: Sequence[int],
         tokens: Sequence[int],
-        speeds: Sequence[Speed],
+        speeds: Speeds,
         slower: Sequence[int] = (),
     ) -> None:
         """depths: what the index knows. slower: positions of those that hold a part in slower tiers than the GPU."""
@@ -189,7 +227,7 @@ class Candidates(Sequence[Candidate]):
             requests=column("reserved_requests"),
             prefills=column("reserved_prefills"),
             tokens=column("reserved_tokens"),
-            speeds=column("speed"),
+            speeds=Speeds.of(column("speed")),
             slower=[i for i, c in enumerate(candidates) if c.tiers[1] or c.tiers[2]],
         )
 
@@ -221,7 +259,7 @@ class Candidates(Sequence[Candidate]):
             reserved_prefills=self.prefills[at],
             reserved_tokens=self.tokens[at],
             load=roster.loads[at],
-            speed=self.speeds[at],
+            speed=self.speeds.speed[at],
         )
 
     def load_key(self, at: int) -> tuple[int, int]:

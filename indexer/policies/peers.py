@@ -364,7 +364,9 @@ class DualHash(Policy):
         fuller = max(pair, key=lambda i: (candidates.reusable[i], -candidates.tokens[i]))
         delays = [
             _delay(pending, request.prompt_tokens - cached, speed)
-            for pending, cached, speed in zip(candidates.tokens, candidates.reusable, candidates.speeds, strict=True)
+            for pending, cached, speed in zip(
+                candidates.tokens, candidates.reusable, candidates.speeds.speed, strict=True
+            )
         ]
         return [-tokens for tokens in candidates.reusable] if delays[fuller] <= self._p.objective_s else delays
 
@@ -435,7 +437,7 @@ class ExploitExplore(Policy):
             return list(loads.values())
         return [
             load + _delay(0, request.prompt_tokens - cached, speed)
-            for load, cached, speed in zip(loads.values(), reusable, candidates.speeds, strict=True)
+            for load, cached, speed in zip(loads.values(), reusable, candidates.speeds.speed, strict=True)
         ]
 
     def evidence(self) -> tuple[dict[ReplicaRef, float], bool]:

@@ -12,15 +12,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Annotated, NamedTuple
 
 import msgspec
 
 from .base import Candidate, Candidates, Policy, RoutingRequest
 from .shared_prefixes import SharedPrefixes
-
-_moves = attrgetter("transfer_tokens_per_s")
 
 Factor = Annotated[float, msgspec.Meta(ge=0, le=1000)]
 
@@ -83,23 +80,34 @@ class PricedDelay(Policy):
         self._observe(candidates.prefills, request.now)
         chain, p, c = request.chain, self._p, candidates
         shared = self._shared.shared_blocks(chain, request.now) * chain.block_size
-        moves = any(map(_moves, c.speeds))
+        speeds = c.speeds
+        moves = any(speeds.transfer)
         deepest = max(c.reusable) if moves else 0
         self._seen = _Seen(self._weight, self._busy, shared, deepest)
         price = self._weight - 1.0
         prompt, slowdown = request.prompt_tokens, p.decode_factor * request.expected_output_tokens
         free = [tokens if tokens > shared else shared for tokens in c.reusable] if shared else c.reusable
-        seconds = [speed.seconds for speed in c.speeds]
-        rows = zip(seconds, c.reusable, free, c.tokens, c.requests, c.prefills, c.pending, strict=True)
         costs = [
-            (tokens + prompt - cached) * (chunk_s + sequence_s * (requests - prefills))
-            + price * (prompt - unpriced) * token_s
+            (tokens + prompt - cached) * (token_s + sequence_s * (requests - prefills))
+            + price * (prompt - unpriced) * alone_s
             + step_s * slowdown * pending
-            for (token_s, chunk_s, sequence_s, step_s), cached, unpriced, tokens, requests, prefills, pending in rows
+            for cached, unpriced, tokens, requests, prefills, pending, alone_s, token_s, sequence_s, step_s in zip(
+                c.reusable,
+                free,
+                c.tokens,
+                c.requests,
+                c.prefills,
+                c.pending,
+                speeds.token_s,
+                speeds.chunk_token_s,
+                speeds.chunk_sequence_s,
+                speeds.sequence_s,
+                strict=True,
+            )
         ]
         if p.stall_factor:
-            for i, speed in enumerate(c.speeds):
-                costs[i] += p.stall_factor * (prompt - c.reusable[i]) * speed.seconds[0] * c.pending[i]
+            for i, alone_s in enumerate(speeds.token_s):
+                costs[i] += p.stall_factor * (prompt - c.reusable[i]) * alone_s * c.pending[i]
         for i in range(len(c)) if moves else c.slower:
             costs[i] += self._moving(c[i], self._seen)
         return costs
@@ -135,11 +143,11 @@ class PricedDelay(Policy):
             self._weight = min(p.max_weight, p.base_weight + self._busy / (1.0 - self._busy))
 
     def terms(self, candidate: Candidate, request: RoutingRequest, evidence: _Seen) -> dict[str, float]:
-        token_s, chunk_s, sequence_s, step_s = candidate.speed.seconds
+        seconds = candidate.speed.row
         uncached = request.prompt_tokens - candidate.reusable_tokens
-        per_token = chunk_s + sequence_s * candidate.decoding
+        per_token = seconds.chunk_token_s + seconds.chunk_sequence_s * candidate.decoding
         private = request.prompt_tokens - max(candidate.reusable_tokens, evidence.shared_tokens)
-        slowdown = self._p.decode_factor * request.expected_output_tokens * step_s
+        slowdown = self._p.decode_factor * request.expected_output_tokens * seconds.sequence_s
         return {
             "reusable_tokens": candidate.reusable_tokens,
             "uncached_tokens": uncached,
@@ -151,10 +159,10 @@ class PricedDelay(Policy):
             "shared_tokens": evidence.shared_tokens,
             "queue_s": candidate.reserved_tokens * per_token,
             "prefill_s": uncached * per_token,
-            "price_s": (evidence.weight - 1.0) * private * token_s,
+            "price_s": (evidence.weight - 1.0) * private * seconds.token_s,
             "moving_s": self._moving(candidate, evidence),
             "slowdown_s": slowdown * candidate.pending,
-            "stall_s": self._p.stall_factor * uncached * token_s * candidate.pending,
+            "stall_s": self._p.stall_factor * uncached * seconds.token_s * candidate.pending,
         }
 
     def chosen(self, candidate: Candidate, request: RoutingRequest) -> None:

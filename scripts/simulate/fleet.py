@@ -24,7 +24,7 @@ import msgspec
 from ...indexer.load import Learned
 from ...indexer.memory import MemoryIndex
 from ...indexer.placement import DEFAULT_SETTLE_S, Placements
-from ...indexer.policies import DEFAULT_POLICY, Candidates, Policy, Roster, RoutingRequest, make_policy
+from ...indexer.policies import DEFAULT_POLICY, Candidates, Policy, Roster, RoutingRequest, Speeds, make_policy
 from ...proto.hashing import BlockKey, Namespace
 from ...proto.index import (
     PAGE_SPAN,
@@ -203,7 +203,7 @@ class Fleet:
         self._incarnations = [self._claim(ref) for ref in self._refs]
         self._replicas = {incarnation: i for i, incarnation in enumerate(self._incarnations)}
         self._roster = Roster(self._refs, block_sizes=[trace.block_size] * self._size)
-        self._speeds = [config.engine_of(i).speed for i in range(self._size)]
+        self._speeds = Speeds.of(config.engine_of(i).speed for i in range(self._size))
         self._events: deque[tuple[float, Incarnation, Keys, int, int, TierMask]] = deque()
         """Cache changes on their way to the index."""
         self._messages: deque[tuple[float, int, int, int, int, int]] = deque()

@@ -137,21 +137,24 @@ async def test_an_explanation_is_of_the_moment_of_the_decision() -> None:
     assert first.explain() == before
 
 
-@given(st.lists(st.tuples(st.sampled_from("sdor"), st.integers(0, 4), st.integers(0, 9)), max_size=40))
-def test_values_per_replica_are_the_same_alone_and_in_a_row(steps: list[tuple[str, int, int]]) -> None:
+@given(st.lists(st.tuples(st.sampled_from("sdo"), st.integers(0, 4), st.integers(0, 9)), max_size=40))
+def test_rows_per_replica_are_the_same_alone_and_in_columns(steps: list[tuple[str, int, int]]) -> None:
     refs = [ReplicaRef(f"r{i}") for i in range(5)]
-    fleets = refs[:4], refs[:1:-1]
-    values, model, fleet = PerReplica(0), dict.fromkeys(refs, 0), fleets[0]
+    fleets = [refs[:4], refs[:1:-1], *([ref] for ref in refs)]
+    rows, model, fleet = PerReplica((0, 0)), dict.fromkeys(refs, (0, 0)), fleets[0]
+    rows.LAYOUTS = 3  # type: ignore[misc]
+    given_away = []
     for step, which, value in steps:
         match step:
             case "s":
-                values[refs[which]] = model[refs[which]] = value
+                rows[refs[which]] = model[refs[which]] = value % 3, value
             case "d":
-                values.drop(refs[which])
-                model[refs[which]] = 0
-            case "o":
-                fleet = fleets[value % 2]
+                rows.drop(refs[which])
+                model[refs[which]] = 0, 0
             case _:
-                values.of(fleet).clear()  # a copy
-        assert values.of(fleet) == [model[ref] for ref in fleet]
-        assert [values[ref] for ref in refs] == list(model.values())
+                fleet = fleets[value % len(fleets)]
+        now = rows.columns(fleet)
+        assert now == tuple(map(list, zip(*(model[ref] for ref in fleet), strict=True)))
+        given_away.append((now, [list(column) for column in now]))
+        assert [rows[ref] for ref in refs] == list(model.values())
+    assert all(list(now) == then for now, then in given_away)
