@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ...indexer.embedded import EmbeddedRedis
 from ...indexer.policies import DEFAULT_POLICY, POLICIES
 from ...proto.errors import ConfigError
 from ..cli import common_options, redis_option, run_process, until
-from . import examples, report, suite, traces
+from . import examples, report, study, suite, traces
 from .burst import Burst, play, router_processes
 from .engine import EngineConfig
 from .fleet import FleetConfig, Loss, simulate, stretch_for
@@ -81,6 +82,9 @@ _COMPARED = (
 )
 @click.option("--recorded", is_flag=True, help="Run nothing: show the settings --results has in full.")
 @click.option(
+    "--study", "studying", is_flag=True, help="Of those, run what tells why another policy is better, where one is."
+)
+@click.option(
     "--write",
     "page",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -110,6 +114,7 @@ def command(
     jobs: int,
     results: Path,
     recorded: bool,
+    studying: bool,
     page: Path | None,
     html_path: Path | None,
     as_json: bool,
@@ -134,30 +139,35 @@ def command(
         console=console,
         transient=True,
     ) as progress:
-        if recorded:
-            found = suite.complete(suite.read(results), policies or suite.ENTRIES)
-        elif whole_suite:
+
+        def run_suite(wanted: Mapping[suite.Setting, Sequence[str]]) -> list[suite.Result]:
             if folder is None:
                 raise ConfigError("traces", "is not set", "pass the folder of recorded traces with --traces")
-            names = [n for n in suite.TRACES if not only_traces or n.startswith(only_traces)]
-            wanted = suite.settings(
-                names, caches or tuple(suite.CACHES), replicas or suite.REPLICAS, loads or suite.LOADS, requests
-            )
-            entries = policies or suite.ENTRIES
-            task = progress.add_task("runs", total=len(wanted) * len(entries))
+            task = progress.add_task("runs", total=sum(map(len, wanted.values())))
             before = {(r.setting, r.policy) for r in suite.read(results)}
-            progress.advance(task, sum((s, e) in before for s in wanted for e in entries))
+            progress.advance(task, sum((s, e) in before for s, entries in wanted.items() for e in entries))
 
             def advance(result: suite.Result) -> None:
                 progress.update(task, advance=1, description=f"{result.setting} {result.policy}")
 
-            found = suite.run(folder, results, wanted, entries, jobs=jobs, progress=advance)
+            return suite.run(folder, results, wanted, jobs=jobs, progress=advance)
+
+        if recorded or studying:
+            found = suite.complete(suite.read(results), policies or suite.ENTRIES)
+            if studying:
+                run_suite({setting: study.entries(best) for setting, best, _ in suite.losses(found)})
+        elif whole_suite:
+            names = [n for n in suite.TRACES if not only_traces or n.startswith(only_traces)]
+            wanted = suite.settings(
+                names, caches or tuple(suite.CACHES), replicas or suite.REPLICAS, loads or suite.LOADS, requests
+            )
+            found = run_suite(dict.fromkeys(wanted, policies or suite.ENTRIES))
         else:
             found = _compare(
                 progress,
                 (traces.load(trace, kind) if trace is not None else traces.synthetic()).first(requests),
                 policies or _COMPARED,
-                _numbers(parameters),
+                suite.numbers(parameters),
                 replicas[0] if replicas else 8,
                 caches[0] if caches else "ample",
                 loads[0] if loads else 0.75,
@@ -166,7 +176,7 @@ def command(
             )
     _show(console, found)
     if page is not None:
-        report.write_page(page, found)
+        report.write_page(page, found, study.studies(suite.losses(found), suite.read(results)))
     if html_path is not None:
         html_path.write_text(report.html(found), "utf-8")
     if as_json:
@@ -236,18 +246,6 @@ async def _processes(console: Console, count: int, redis_url: str | None, stop: 
             await compare(server.url)
 
     await until(stop, everything())
-
-
-def _numbers(parameters: tuple[str, ...]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for text in parameters:
-        name, _, value = text.partition("=")
-        try:
-            number = float(value)
-        except ValueError:
-            raise ConfigError("set", "is not NAME=NUMBER", "as in max_skew=4") from None
-        found[name] = int(number) if number.is_integer() else number
-    return found
 
 
 def _tokens(cache: str) -> int:

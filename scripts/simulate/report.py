@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from jinja2 import Environment, StrictUndefined, select_autoescape
 from rich.table import Table
 
 from ...indexer.policies import DEFAULT_POLICY
+from .study import Study
 from .suite import Comparison, Result, Setting, compare, losses
 
 BEGIN = "<!-- suite: begin; written by `metatrie simulate --suite --write`, do not edit -->"
@@ -75,15 +76,15 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     return out
 
 
-def write_page(page: Path, results: Sequence[Result]) -> None:
+def write_page(page: Path, results: Sequence[Result], studies: Mapping[Setting, Study]) -> None:
     """Replace the suite's part of a Markdown page: what was run, all policies in the mean, and where the default is
-    beaten by more than 3 %, with the reason as far as the results tell it."""
+    beaten by more than 3 %, with the reason as far as that was studied."""
     before, _, rest = page.read_text("utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n\n" + "\n".join(_markdown(results)) + f"\n\n{END}{after}", "utf-8")
+    page.write_text(f"{before}{BEGIN}\n\n" + "\n".join(_markdown(results, studies)) + f"\n\n{END}{after}", "utf-8")
 
 
-def _markdown(results: Sequence[Result]) -> Iterator[str]:
+def _markdown(results: Sequence[Result], studies: Mapping[Setting, Study]) -> Iterator[str]:
     traces: dict[str, set[Setting]] = {}
     for result in results:
         name = str(result.setting).partition(f" {result.setting.cache} ")[0]
@@ -98,29 +99,27 @@ def _markdown(results: Sequence[Result]) -> Iterator[str]:
         yield f"| `{one.policy}` | {one.relative:.3f} |"
     beaten = losses(results)
     yield f"\nAnother policy is more than 3 % better in {len(beaten)}:\n"
-    yield "| setting | best | its mean TTFT | hit, default / best | p99, s | latency, s | reason |"
-    yield "|---|---|---|---|---|---|---|"
+    yield (
+        "| setting | best | its mean TTFT, default = 1 | arrivals 1 % closer / wider | hit, default / best | p99, s "
+        "| latency, s | default without price / copies / decode term / exemption | reason |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|"
     found = {(r.setting, r.policy): r for r in results}
     for setting, best, ratio in beaten:
         ours, other = found[setting, DEFAULT_POLICY], found[setting, best]
         a, b = ours.outcome, other.outcome
+        study = studies.get(setting)
+        jittered, without, reason = ("–", "–", "not studied") if study is None else _studied(study)
         yield (
-            f"| {setting} | `{best}` | {ratio:.3f} of ours | {a.hit:.3f} / {b.hit:.3f} "
+            f"| {setting} | `{best}` | {ratio:.3f} | {jittered} | {a.hit:.3f} / {b.hit:.3f} "
             f"| {a.ttft.p99:.1f} / {b.ttft.p99:.1f} | {a.latency.mean:.1f} / {b.latency.mean:.1f} "
-            f"| {_reason(ours, other)} |"
+            f"| {without} | {reason} |"
         )
 
 
-def _reason(ours: Result, best: Result) -> str:
-    """Why the other was faster, by what differs most."""
-    a, b = ours.outcome, best.outcome
-    if ours.ideal < 0.01:
-        return "nothing is shared, so this is plain balancing"
-    if b.hit > a.hit + 0.003:
-        return "it reuses more: the default made copies that did not pay"
-    if b.hit < a.hit - 0.003:
-        return "it reuses less: here the price held requests back that had better moved"
-    return "it reuses as much and queues better"
+def _studied(study: Study) -> tuple[str, str, str]:
+    jittered, without = (" / ".join(f"{ratio:.3f}" for ratio in ratios) for ratios in (study.jittered, study.without))
+    return jittered, without, study.reason
 
 
 def html(results: Sequence[Result]) -> str:

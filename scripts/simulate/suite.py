@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import cache
 from pathlib import Path
 
@@ -41,6 +41,8 @@ EXPECTED_TTFT = "expected_ttft"
 OWN = frozenset({DEFAULT_POLICY, ORACLE, EXPECTED_TTFT})
 """Entries that are not peers of the default policy."""
 ENTRIES = (ORACLE, *POLICIES, EXPECTED_TTFT)
+MARGIN = 0.03
+"""A policy whose mean is not further below the default's is as good as it."""
 
 
 class Setting(msgspec.Struct, frozen=True, order=True):
@@ -60,11 +62,13 @@ class Setting(msgspec.Struct, frozen=True, order=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One policy in one setting."""
+    """One entry in one setting."""
 
     setting: Setting
     policy: str
+    """Or another entry (`entry_config`)."""
     stretch: float
+    """Of the setting."""
     ideal: float
     """Share of prompt tokens that an earlier request had, after the warm-up."""
     outcome: Outcome
@@ -89,12 +93,36 @@ def settings(
     return [Setting(t, c, n, load, requests) for t in traces for n in replicas for c in caches for load in loads]
 
 
+def entry(policy: str, *, stretched: float = 1.0, **parameters: float) -> str:
+    """The name of an entry that is a policy with parameters of its own, or meets other arrival times."""
+    settings = "".join(f";{name}={value:g}" for name, value in parameters.items())
+    return policy + settings + (f"@{stretched:g}" if stretched != 1.0 else "")
+
+
 def entry_config(entry: str, config: FleetConfig) -> FleetConfig:
-    """The run of one entry of a comparison."""
-    if entry in (ORACLE, EXPECTED_TTFT):
+    """The run of one entry of a comparison: `POLICY[;PARAMETER=VALUE …][@FACTOR on arrival times]`."""
+    name, _, factor = entry.partition("@")
+    name, *settings = name.split(";")
+    stretch = config.stretch * float(factor or 1)
+    if name in (ORACLE, EXPECTED_TTFT):
         plain = {"base_weight": 1.0, "max_weight": 1.0}
-        return msgspec.structs.replace(config, policy=DEFAULT_POLICY, parameters=plain, oracle=entry == ORACLE)
-    return msgspec.structs.replace(config, policy=entry, parameters={})
+        return msgspec.structs.replace(
+            config, policy=DEFAULT_POLICY, parameters=plain, oracle=name == ORACLE, stretch=stretch
+        )
+    return msgspec.structs.replace(config, policy=name, parameters=numbers(settings), stretch=stretch)
+
+
+def numbers(settings: Sequence[str]) -> dict[str, float]:
+    """Parameters from `NAME=NUMBER`. Raises ConfigError."""
+    found: dict[str, float] = {}
+    for text in settings:
+        name, _, value = text.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            raise ConfigError("set", "is not NAME=NUMBER", "as in max_skew=4") from None
+        found[name] = int(number) if number.is_integer() else number
+    return found
 
 
 def ideal_hit(trace: Trace, warmup: float) -> float:
@@ -130,16 +158,16 @@ def read(path: Path) -> list[Result]:
 def run(
     folder: Path,
     results: Path,
-    wanted: Sequence[Setting],
-    entries: Sequence[str],
+    wanted: Mapping[Setting, Sequence[str]],
     *,
     jobs: int,
     progress: Callable[[Result], None],
 ) -> list[Result]:
-    """Run what is missing in `results`, append it there, and return all that was wanted. `jobs` processes."""
+    """Run what `results` lacks of the entries wanted per setting, append it there, and return all that was wanted.
+    `jobs` processes."""
     done = {(r.setting, r.policy): r for r in read(results)}
     missing: dict[Setting, list[str]] = {}
-    for setting in wanted:
+    for setting, entries in wanted.items():
         lacking = [entry for entry in entries if (setting, entry) not in done]
         if lacking:
             missing[setting] = lacking
@@ -155,7 +183,7 @@ def run(
             file.write(msgspec.json.encode(result) + b"\n")
             file.flush()
             progress(result)
-    return [done[setting, entry] for setting in wanted for entry in entries]
+    return [done[setting, entry] for setting, entries in wanted.items() for entry in entries]
 
 
 def _all(
@@ -172,15 +200,18 @@ def _all(
                     yield _one(folder, setting, entry, stretch)
         return
     with ProcessPoolExecutor(jobs, initializer=os.nice, initargs=(5,)) as pool:
-        calibrating = [pool.submit(_all_stretches, folder, group, known) for group in groups]
-        running = [
-            pool.submit(_one, folder, setting, entry, stretch)
-            for future in as_completed(calibrating)
-            for setting, stretch in future.result()
-            for entry in missing.get(setting, ())
-        ]
-        for done in as_completed(running):
-            yield done.result()
+        running: set[Future[Result | list[tuple[Setting, float]]]] = {
+            pool.submit(_all_stretches, folder, group, known) for group in groups
+        }
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                found = future.result()
+                if isinstance(found, Result):
+                    yield found
+                    continue
+                for setting, stretch in found:
+                    running |= {pool.submit(_one, folder, setting, e, stretch) for e in missing.get(setting, ())}
 
 
 def _stretches(folder: Path, group: list[Setting], known: dict[Setting, float]) -> Iterator[tuple[Setting, float]]:
@@ -217,7 +248,7 @@ def _config(setting: Setting) -> FleetConfig:
 
 def _one(folder: Path, setting: Setting, entry: str, stretch: float) -> Result:
     path = folder / setting.trace
-    config = msgspec.structs.replace(entry_config(entry, _config(setting)), stretch=stretch)
+    config = entry_config(entry, msgspec.structs.replace(_config(setting), stretch=stretch))
     ideal = _ideal(path, setting.requests, config.warmup)
     return Result(setting, entry, stretch, ideal, simulate(_trace(path, setting.requests), config))
 
@@ -242,7 +273,7 @@ def complete(results: Sequence[Result], entries: Sequence[str] = ENTRIES) -> lis
     return [found[entry] for found in by_setting.values() if found.keys() >= set(entries) for entry in entries]
 
 
-def losses(results: Sequence[Result], margin: float = 0.03) -> list[tuple[Setting, str, float]]:
+def losses(results: Sequence[Result], margin: float = MARGIN) -> list[tuple[Setting, str, float]]:
     """Settings where another policy's mean TTFT is more than `margin` below the default's: (setting, best, ratio)."""
     by_setting: dict[Setting, dict[str, float]] = {}
     for result in results:

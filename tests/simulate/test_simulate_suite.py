@@ -13,7 +13,8 @@ import pytest
 from click.testing import CliRunner
 from metatrie.__main__ import main
 from metatrie.proto.errors import ConfigError
-from metatrie.scripts.simulate import report, suite
+from metatrie.scripts.simulate import report, study, suite
+from metatrie.scripts.simulate.fleet import FleetConfig
 
 
 @pytest.fixture
@@ -43,7 +44,8 @@ def test_a_suite_resumes_and_agrees_with_itself(folder: Path, jobs: int) -> None
     ran: list[str] = []
 
     def run(entries: tuple[str, ...], path: Path = results) -> list[suite.Result]:
-        return suite.run(folder, path, SETTINGS, entries, jobs=jobs, progress=lambda r: ran.append(r.policy))
+        wanted = dict.fromkeys(SETTINGS, entries)
+        return suite.run(folder, path, wanted, jobs=jobs, progress=lambda r: ran.append(r.policy))
 
     run(ENTRIES[:2])
     assert sorted(ran) == ["bound", "bound", "priced_delay", "priced_delay"]
@@ -58,7 +60,8 @@ def test_a_suite_resumes_and_agrees_with_itself(folder: Path, jobs: int) -> None
 
 def test_a_suite_agrees_whoever_runs_it(folder: Path) -> None:
     def run(path: str, jobs: int, settings: list[suite.Setting]) -> list[suite.Result]:
-        return suite.run(folder, folder / path, settings, ENTRIES[1:2], jobs=jobs, progress=lambda r: None)
+        wanted = dict.fromkeys(settings, ENTRIES[1:2])
+        return suite.run(folder, folder / path, wanted, jobs=jobs, progress=lambda r: None)
 
     alone = run("a", 1, MORE)
     assert run("b", 2, MORE) == alone
@@ -71,7 +74,7 @@ def test_a_suite_agrees_whoever_runs_it(folder: Path) -> None:
 
 def test_what_the_suite_found_is_written_into_a_page(folder: Path) -> None:
     results = folder / "r.jsonl"
-    suite.run(folder, results, SETTINGS, ENTRIES, jobs=1, progress=lambda r: None)
+    suite.run(folder, results, dict.fromkeys(SETTINGS, ENTRIES), jobs=1, progress=lambda r: None)
     page = folder / "page.md"
     page.write_text(f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n")
     for _ in range(2):
@@ -85,18 +88,64 @@ def test_what_the_suite_found_is_written_into_a_page(folder: Path) -> None:
         assert "| `priced_delay` | 1.000 |" in text
 
 
-def test_where_the_default_is_beaten_the_page_says_by_what(folder: Path) -> None:
-    results = suite.run(folder, folder / "r", SETTINGS[:1], ENTRIES, jobs=1, progress=lambda r: None)
-    by_policy = {r.policy: r for r in results}
-    ours, other = by_policy["priced_delay"], by_policy["round_robin"]
-    fast = msgspec.structs.replace(ours.outcome.ttft, mean=ours.outcome.ttft.mean * 0.8)
-    better = msgspec.structs.replace(ours.outcome, ttft=fast, hit=ours.outcome.hit + 0.1)
+def faster(result: suite.Result, factor: float, policy: str | None = None) -> suite.Result:
+    """The same run with another mean."""
+    ttft = msgspec.structs.replace(result.outcome.ttft, mean=result.outcome.ttft.mean * factor)
+    outcome = msgspec.structs.replace(result.outcome, ttft=ttft)
+    return msgspec.structs.replace(result, outcome=outcome, policy=policy or result.policy)
+
+
+def test_where_the_default_is_beaten_the_page_says_why(folder: Path) -> None:
+    """Real runs of the study, below a winner made up."""
+    results = folder / "r.jsonl"
+    ours = suite.run(folder, results, {SETTINGS[0]: ENTRIES[1:2]}, jobs=1, progress=lambda r: None)[0]
+    with results.open("ab") as file:
+        file.write(msgspec.json.encode(faster(ours, 0.8, "round_robin")) + b"\n")
     page = folder / "page.md"
     page.write_text(report.BEGIN + report.END)
-    report.write_page(page, [ours, msgspec.structs.replace(other, outcome=better)])
+    two = ("--policy", "priced_delay", "--policy", "round_robin", "--results", str(results), "--write", str(page))
+    invoke("--recorded", *two)
     assert "more than 3 % better in 1:" in page.read_text()
-    assert "| `round_robin` | 0.800 of ours |" in page.read_text()
-    assert "it reuses more" in page.read_text()
+    assert "| `round_robin` | 0.800 | – |" in page.read_text()
+    assert "not studied" in page.read_text()
+    invoke("--study", "--traces", str(folder), "--jobs", "1", *two)
+    (setting, found), *none = study.studies([(SETTINGS[0], "round_robin", 0.8)], suite.read(results)).items()
+    assert not none
+    assert setting == SETTINGS[0]
+    assert (len(found.jittered), len(found.without)) == (2, len(study.PARTS))
+    assert f"| {found.reason} |" in page.read_text()
+    runs = len(suite.read(results))
+    assert runs == 2 + len(study.entries("round_robin"))
+    invoke("--study", "--traces", str(folder), "--jobs", "1", *two)
+    assert len(suite.read(results)) == runs
+
+
+@pytest.mark.parametrize(
+    ("jittered", "without", "reason"),
+    [
+        ((0.8, 0.98), (0.7, 1, 1, 1), "chance"),
+        ((0.8, 0.8), (0.7, 1, 0.95, 1), "the price: it keeps"),
+        ((0.8, 0.8), (1.2, 0.9, 0.95, 1), "the price is too low"),
+        ((0.8, 0.8), (1.2, 0.95, 0.9, 1), "the decode term"),
+        ((0.8, 0.8), (1.2, 0.95, 1, 0.85), "the exemption"),
+        ((0.8, 0.8), (1.2, 0.95, 0.91, 1), "no part of the default"),
+    ],
+)
+def test_a_study_names_the_part_that_closes_half_of_the_gap(
+    jittered: tuple[float, ...], without: tuple[float, ...], reason: str
+) -> None:
+    assert study.Study(SETTINGS[0], "hybrid", 0.8, jittered, without).reason.startswith(reason)
+
+
+def test_entries_have_parameters_and_arrival_times_of_their_own() -> None:
+    config = FleetConfig(stretch=2.0)
+    name = suite.entry("hybrid", stretched=0.5, max_skew=4)
+    assert name == "hybrid;max_skew=4@0.5"
+    one = suite.entry_config(name, config)
+    assert (one.policy, one.parameters, one.stretch) == ("hybrid", {"max_skew": 4}, 1.0)
+    assert suite.entry_config("hybrid", config) == FleetConfig(stretch=2.0, policy="hybrid")
+    for part in study.PARTS:
+        assert suite.entry_config(part.without, config).parameters
 
 
 def test_results_of_something_else_are_refused(tmp_path: Path) -> None:
@@ -106,7 +155,7 @@ def test_results_of_something_else_are_refused(tmp_path: Path) -> None:
 
 
 def test_comparison_and_losses_are_relative_to_the_default(folder: Path) -> None:
-    results = suite.run(folder, folder / "r", SETTINGS, ENTRIES, jobs=1, progress=lambda r: None)
+    results = suite.run(folder, folder / "r", dict.fromkeys(SETTINGS, ENTRIES), jobs=1, progress=lambda r: None)
     compared = {c.policy: c for c in suite.compare(results)}
     assert compared.keys() == {"priced_delay", "round_robin"}
     assert compared["priced_delay"].relative == 1
