@@ -17,7 +17,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import Annotated, Final, Literal, NewType, Protocol, Self, cast, overload, runtime_checkable
+from itertools import repeat
+from typing import Annotated, Any, Final, Literal, NewType, Protocol, Self, cast, overload, runtime_checkable
 
 import msgspec
 
@@ -181,6 +182,25 @@ class PackedWrites(Sequence[BlockWrite]):
         return cls(
             b"".join([pack(w.key, w.parent or b"", w.head, w.depth, w.tiers, w.parent is not None) for w in writes])
         )
+
+    @classmethod
+    def run(cls, keys: Sequence[BlockKey], start: int, end: int, tiers: TierMask) -> Self:
+        """Blocks `start` to `end` of the chain with these keys: parents first, or where they go, children first."""
+        heads: list[BlockKey] = []
+        for page in range(start - start % PAGE_SPAN, end, PAGE_SPAN):
+            heads += [keys[page]] * (min(page + PAGE_SPAN, end) - max(page, start))
+        columns: list[Sequence[Any]] = [
+            keys[start:end],
+            [*(() if start else (b"",)), *keys[max(start - 1, 0) : end - 1]],
+            heads,
+            range(start, end),
+        ]
+        if not tiers:
+            columns = [column[::-1] for column in columns]
+        below = [True] * (end - start)
+        if not start:
+            below[0 if tiers else -1] = False
+        return cls(b"".join(map(_WRITE.pack, *columns, repeat(tiers), below)))
 
     def __len__(self) -> int:
         return len(self.raw) // self.SIZE

@@ -25,10 +25,10 @@ import msgspec
 from ...indexer.connect import open_store
 from ...proto.api import Feedback, RouteRequest, RouteResponse
 from ...proto.hashing import Chain, Namespace
-from ...proto.index import Incarnation, Index, ReplicaRef, ReplicaSpec, Tier, TierMask
+from ...proto.index import Incarnation, Index, PackedWrites, ReplicaRef, ReplicaSpec, Tier, TierMask
 from ..stack import Child
 from .engine import Engine, EngineConfig, Job, Keys
-from .fleet import Distribution, block_writes, distribution
+from .fleet import Distribution, distribution
 
 BLOCK_SIZE = 16
 _LEASE_S = 600.0
@@ -157,7 +157,7 @@ class _Fleet:
         changes, self._changes = self._changes, []
         for replica, tiers, keys, start, end in changes:
             self._version += 1
-            writes = block_writes(keys, start, end, tiers)
+            writes = PackedWrites.run(keys, start, end, tiers)
             await self._index.write(self._incarnations[replica], self._version, writes)
 
     async def _route(self, number: int, prompt: list[int]) -> RouteResponse:

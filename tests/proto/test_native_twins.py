@@ -305,6 +305,17 @@ def test_packed_writes_read_like_a_list(writes: list[BlockWrite]) -> None:
     assert packed.gone() == [write.key for write in writes if not write.tiers]
 
 
+@given(st.integers(0, 100), st.integers(1, 100), st.sampled_from([0, 1, 5]))
+def test_a_run_of_a_chain_is_packed_like_its_blocks(start: int, blocks: int, tiers: int) -> None:
+    end = start + blocks
+    keys = [BlockKey(depth.to_bytes(8, "big")) for depth in range(end)]
+    writes = [
+        BlockWrite(keys[i], keys[i - 1] if i else None, PageHead(keys[i - i % PAGE_SPAN]), i, TierMask(tiers))
+        for i in range(start, end)
+    ]
+    assert PackedWrites.run(keys, start, end, TierMask(tiers)) == (writes if tiers else writes[::-1])
+
+
 @given(st.lists(WRITES, max_size=4))
 def test_merged_writes_are_the_newest_in_the_order_of_writing(parts: list[list[BlockWrite]]) -> None:
     merged = list(PackedWrites.merged([PackedWrites.of(part) for part in parts]))
