@@ -25,6 +25,7 @@ from .engines.worker import EngineWorker, run_engine
 from .indexer.connect import open_store
 from .indexer.http_api import Registrar, make_app, trust_loopback
 from .indexer.proxy import Proxy, ProxyConfig
+from .indexer.queueing import QueueConfig
 from .indexer.router import Router, RouterConfig
 from .indexer.tenants import TenantsFile
 from .proto.hashing import DEFAULT_HASH_SEED
@@ -35,6 +36,7 @@ from .scripts.cli import (
     MODELS_TABLE,
     POLICIES_TABLE,
     PROXY_TABLE,
+    QUEUE_TABLE,
     Program,
     common_options,
     decision_options,
@@ -104,7 +106,8 @@ async def _serve_router(
 def _router_config(context: click.Context, **options: Any) -> RouterConfig:
     policies: Mapping[str, Mapping[str, float]] = file_table(context, POLICIES_TABLE) or {}
     models: Mapping[str, Any] = file_table(context, MODELS_TABLE) or {}
-    return structured("router", RouterConfig, {**options, "policies": policies, "models": models})
+    queue = structured(QUEUE_TABLE, QueueConfig, file_table(context, QUEUE_TABLE) or {})
+    return structured("router", RouterConfig, {**options, "policies": policies, "models": models, "queue": queue})
 
 
 def _front_door(context: click.Context, tenants: Path | None, engine_api_key: str | None) -> _FrontDoor:

@@ -161,6 +161,10 @@ class Reservations(Protocol):
         """Raises what killed their background work, if anything did."""
         ...
 
+    def alone(self) -> bool:
+        """No other router shares them, as far as is known."""
+        ...
+
     async def place(self, choose: Callable[[str], Wanted]) -> Reservation:
         """Reserve what `choose` says, from now until freed or expired.
 
@@ -245,6 +249,9 @@ class LocalReservations:
 
     def expect_alive(self) -> None:
         return None
+
+    def alone(self) -> bool:
+        return True
 
     async def add(self, ref: ReplicaRef, *, predicted_tokens: int, uncached_tokens: int) -> Reservation:
         return await self.place(lambda _: Wanted(ref, predicted_tokens, uncached_tokens))

@@ -50,6 +50,7 @@ from ..proto.text import media_at
 from .health import Health, Probe
 from .models import Target
 from .policies import Candidate
+from .queueing import Turn
 from .router import Router
 from .stand_ins import stand_ins
 from .tenants import Caller, Quota
@@ -403,14 +404,15 @@ class Proxy:
             priority=fields.priority if isinstance(fields.priority, int) else 0,
         )
         busy = 0
+        turn = self._router.queue.turn()
         for attempt in range(1, self.config.attempts + 1):
             try:
-                route = await self._route(question, asked, gate)
+                route = await self._route(question, asked, gate, turn)
             except NoReplica:
                 break
             self._metrics.attempts.labels("first" if attempt == 1 else "retry").inc()
             try:
-                return await self._exchange(exchange, asked, route, attempt, started)
+                return await self._exchange(exchange, asked, route, attempt, started, turn)
             except _Failed as failure:
                 gate.tried.add(ReplicaRef(route.replica, route.dp_rank))
                 busy += failure.busy
@@ -427,14 +429,16 @@ class Proxy:
             raise _Upstream("no replica of this model answered", remedy="retry later")
         raise NoReplica("no replica of this model can be reached from here", remedy="see GET /v1/replicas")
 
-    async def _route(self, question: RouteRequest, asked: _Asked, gate: _Gate) -> RouteResponse:
+    async def _route(self, question: RouteRequest, asked: _Asked, gate: _Gate, turn: Turn | None) -> RouteResponse:
         """The router's choice. A caller that hangs up meanwhile leaves no reservation behind."""
         routing = asyncio.ensure_future(
-            self._router.route(question, asked.caller, admit=gate, stand_ins=len(asked.rest))
+            self._router.route(question, asked.caller, admit=gate, stand_ins=len(asked.rest), turn=turn)
         )
         try:
             return await asyncio.shield(routing)
         except asyncio.CancelledError:
+            if turn is not None:
+                turn.leave()
             self._spawn(self._undo(routing))
             raise
 
@@ -447,7 +451,13 @@ class Proxy:
         return 1 + self._rng.randrange(3)
 
     async def _exchange(
-        self, exchange: _Exchange, asked: _Asked, route: RouteResponse, attempt: int, started: float
+        self,
+        exchange: _Exchange,
+        asked: _Asked,
+        route: RouteResponse,
+        attempt: int,
+        started: float,
+        turn: Turn | None,
     ) -> _Response:
         """Send to the chosen replica and pass its answer on. Raises _Failed if no byte came."""
         relay = _Relay()
@@ -457,7 +467,7 @@ class Proxy:
             response, first = await self._first_bytes(exchange.http, asked, route)
             out = web.StreamResponse(status=response.status, reason=response.reason)
             _copy_headers(response.headers, out)
-            _describe(out, asked, route, attempt)
+            _describe(out, asked, route, attempt, 0.0 if turn is None else turn.waited_s)
             relay.begin(response)
             if not relay.events and response.content_length is not None:
                 out.content_length = response.content_length
@@ -849,7 +859,7 @@ def _copy_headers(headers: Mapping[str, str], out: web.StreamResponse) -> None:
             out.headers.add(name, value)
 
 
-def _describe(out: web.StreamResponse, asked: _Asked, route: RouteResponse, attempt: int) -> None:
+def _describe(out: web.StreamResponse, asked: _Asked, route: RouteResponse, attempt: int, waited_s: float) -> None:
     """The decision, in headers. All of it is about this caller's own prompt."""
     note = asked.tokens.note
     facts = {
@@ -862,6 +872,8 @@ def _describe(out: web.StreamResponse, asked: _Asked, route: RouteResponse, atte
         "Reason": route.reason,
         "Attempt": str(attempt),
     }
+    if waited_s:
+        facts["Waited-Ms"] = f"{waited_s * 1000:.0f}"
     if note is not None:
         facts["Note"] = note
     if route.cause is not None:

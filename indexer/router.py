@@ -80,7 +80,8 @@ from .load import (
 from .models import ModelConfig, Models, Target
 from .placement import Placements
 from .policies import DEFAULT_POLICY, NO_CHAIN, Candidate, Candidates, Decision, Policy, RoutingRequest, make_policy
-from .router_metrics import FleetCollector, RouterMetrics
+from .queueing import QueueConfig, RouterQueue, Turn, own_s
+from .router_metrics import FleetCollector, QueueCollector, RouterMetrics
 from .tenants import TRUSTED, Caller, SaltOf
 from .text import TextTokenize
 from .tokenize import DEFAULT_TIMEOUT_S, EngineTokenize, Tokenize, Tokens
@@ -127,6 +128,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokenize_timeout_s: float = DEFAULT_TIMEOUT_S
     models: dict[str, ModelConfig] = {}
     """What is declared about models: tokenizers, aliases, adapters."""
+    queue: QueueConfig = QueueConfig()
+    """Which requests through the front door wait in the router."""
     decisions: int = DEFAULT_DECISIONS
     """Decisions remembered, for `GET /v1/decisions`; 0: none."""
     decision_log: str | None = None
@@ -219,6 +222,7 @@ class Router:
         self._salt_of = salt_of if tenant_secret is None else partial(_salt, tenant_secret)
         self._witness = witness or ConsumerWitness()
         self._feedbacks = Feedbacks(self._witness, clock=clock)
+        self.queue = RouterQueue(self.config.queue, alone=self._reservations.alone, clock=clock)
         self._spaces: dict[NamespaceId, Space] = {}
         self._by_model: dict[str, list[Space]] = {}
         self._policies: dict[tuple[str, str | None], Policy] = {}
@@ -231,6 +235,7 @@ class Router:
         )
         self._metrics = RouterMetrics(self.registry)
         self.registry.register(FleetCollector(self._spaces, self._reservations, self._feedbacks))
+        self.registry.register(QueueCollector(self.queue))
 
     # Lifecycle
 
@@ -251,6 +256,7 @@ class Router:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
+        await self.queue.close()
         await self._reservations.close()
         self.decisions.close()
         await self._witness.close()
@@ -341,13 +347,35 @@ class Router:
         *,
         admit: Callable[[Candidate], bool] | None = None,
         stand_ins: int = 0,
+        turn: Turn | None = None,
     ) -> RouteResponse:
         """Which replica should serve the prompt, with its load reserved.
 
         admit: whom to choose from, of those worth choosing. stand_ins: how many of `token_ids`, the last ones, are no
-        tokens but stand for what could not be tokenised.
+        tokens but stand for what could not be tokenised. turn: waits here while its best replica is busy, since
+        whoever asks will tell of first tokens and ends; None: answers at once.
         Raises as `match`, InvalidField for an unknown policy, and NoReplica if there is nobody to choose from.
         """
+        if turn is None:
+            return await self._try_to_route(request, caller, admit, stand_ins, None)
+        try:
+            while True:
+                try:
+                    return await self._try_to_route(request, caller, admit, stand_ins, turn)
+                except _MustWait as wait:
+                    await turn.wait(wait.own_s, wait.ready)
+        finally:
+            turn.settle()
+
+    async def _try_to_route(
+        self,
+        request: RouteRequest,
+        caller: Caller,
+        admit: Callable[[Candidate], bool] | None,
+        stand_ins: int,
+        turn: Turn | None,
+    ) -> RouteResponse:
+        """Raises _MustWait where the turn has not come."""
         if self._reservations.shared:
             looking = self._look_up(request, caller, partial=stand_ins > 0)
             answer, _ = await asyncio.gather(looking, self._reservations.refresh())
@@ -356,9 +384,22 @@ class Router:
         policy = self._policy(request)
         asked = self._routing(request, answer)
         decided: list[tuple[Decision, _Holder | None]] = []
+        waits = turn if policy.queues else None
+
+        def ready() -> bool:
+            try:
+                decision = policy.choose(self._admitted(answer, admit), self._routing(request, answer), dry=True)
+            except NoReplica:
+                return False
+            return waits is None or not waits.must_wait(decision)
 
         def choose(reservation: str) -> Wanted:
-            decision, holder = self._choose(policy, asked, answer, admit, reservation, confirmed=not stand_ins)
+            self._placements.cancel(reservation)
+            decision = policy.choose(self._admitted(answer, admit), asked, dry=True)
+            if waits is not None and not decided and waits.must_wait(decision):
+                raise _MustWait(own_s(decision, answer.prompt_tokens), ready)
+            policy.chosen(decision.candidate, asked)
+            holder = self._sent(answer, decision.candidate, reservation, confirmed=not stand_ins)
             decided.append((decision, holder))
             cached = decision.candidate.reusable_tokens
             return Wanted(decision.candidate.ref, cached, answer.prompt_tokens - cached)
@@ -517,6 +558,7 @@ class Router:
             outcome = await self._judge(prediction, feedback, caller)
         if feedback.finished:
             await self._reservations.free(feedback.reservation)
+        self.queue.ease()
         return FeedbackResponse(
             reservation=before.id,
             predicted_tokens=before.predicted_tokens,
@@ -545,13 +587,16 @@ class Router:
         self._placements.computed(reservation, now)
         self._learned.first_token(reservation, now)
         await self._reservations.end_prefill(reservation)
+        self.queue.ease()
 
     async def free(self, reservation: str) -> None:
         """The request is over. Raises NotFound for an unknown reservation."""
         self._feedbacks.drop(reservation)
         self._placements.cancel(reservation)
         self._learned.finished(reservation, self._clock(), None)
-        if not await self._reservations.free(reservation):
+        freed = await self._reservations.free(reservation)
+        self.queue.ease()
+        if not freed:
             raise _no_reservation("id")
 
     async def replicas(self, *, model: str | None = None, limit: int) -> ReplicaList:
@@ -584,6 +629,7 @@ class Router:
             if task.done():
                 task.result()
         self._reservations.expect_alive()
+        self.queue.expect_alive()
 
     async def ready(self) -> Status:
         """Raises StoreError, or what killed a background task, if this router cannot do its work."""
@@ -762,19 +808,8 @@ class Router:
             expected_output_tokens=self._learned.output_tokens,
         )
 
-    def _choose(
-        self,
-        policy: Policy,
-        request: RoutingRequest,
-        answer: Answer,
-        admit: Callable[[Candidate], bool] | None,
-        reservation: str,
-        *,
-        confirmed: bool,
-    ) -> tuple[Decision, _Holder | None]:
-        """Decide, and count what the request will put into the chosen cache; instead of an earlier choice for the
-        same reservation. confirmed: the index will have all of its blocks."""
-        self._placements.cancel(reservation)
+    def _admitted(self, answer: Answer, admit: Callable[[Candidate], bool] | None) -> Candidates:
+        """Whom to choose from. Raises NoReplica."""
         candidates = self._candidates(answer)
         if admit is not None:
             admitted = [candidate for candidate in candidates if admit(candidate)]
@@ -782,8 +817,10 @@ class Router:
                 raise NoReplica("no replica of this model can take the request now", remedy="retry later")
             if len(admitted) < len(candidates):
                 candidates = Candidates.of(admitted)
-        decision = policy.choose(candidates, request)
-        chosen = decision.candidate
+        return candidates
+
+    def _sent(self, answer: Answer, chosen: Candidate, reservation: str, *, confirmed: bool) -> _Holder | None:
+        """Count what the request will put into the chosen cache. confirmed: the index will have all of its blocks."""
         holder = _holder(answer, chosen.ref)
         if holder is not None:
             found, incarnation, view = holder
@@ -794,7 +831,7 @@ class Router:
                 self._placements.sent(
                     *(reservation, incarnation, keys, chosen.matched_blocks, now), lag_s=lag_s, confirmed=confirmed
                 )
-        return decision, holder
+        return holder
 
     def _policy(self, request: RouteRequest) -> Policy:
         return self._policy_of(self.models.resolve(request.model).model, request.policy)
@@ -966,6 +1003,16 @@ def _reservations_of(store: Store, config: RouterConfig) -> Reservations:
     if isinstance(store, SharesReservations):
         return store.reservations(ttl_s=config.reservation_ttl_s, capacity=config.max_reservations)
     return LocalReservations(ttl_s=config.reservation_ttl_s, capacity=config.max_reservations)
+
+
+class _MustWait(Exception):
+    """The best replica has enough to do."""
+
+    def __init__(self, own_s: float, ready: Callable[[], bool]) -> None:
+        """own_s: prefill it would bring there; ready: whether it could go by now."""
+        super().__init__()
+        self.own_s = own_s
+        self.ready = ready
 
 
 _Holder = tuple[Found, Incarnation, ReplicaView]

@@ -14,6 +14,7 @@ from ..proto.hashing import NamespaceId
 from .answers import INDEX_UNAVAILABLE, Space, doubted
 from .feedback import OUTCOMES, Feedbacks
 from .load import Reservations
+from .queueing import RouterQueue
 
 MAX_CAUSES = 32
 """Distinct causes the fleet metric tells apart; the rest are summed as `other`."""
@@ -74,6 +75,30 @@ class RouterMetrics(Collector):
 
     def store_error(self, error: StoreError) -> None:
         self._store_errors.labels(type(error).__name__).inc()
+
+
+class QueueCollector(Collector):
+    """The router's own queue, as it is when somebody scrapes."""
+
+    def __init__(self, queue: RouterQueue) -> None:
+        self._queue = queue
+
+    def collect(self) -> Iterable[Metric]:
+        queue = self._queue
+        yield GaugeMetricFamily(
+            "metatrie_router_queue_waiting", "Requests that wait in the router now", value=len(queue.line)
+        )
+        for name, text, value in (
+            ("waits", "Requests that waited in the router", queue.waits),
+            ("waited_seconds", "Time they waited, in all", queue.waited_s),
+            (
+                "timeouts",
+                "Requests that waited too long, and went to their best replica all the same",
+                queue.timeouts,
+            ),
+            ("overflows", "Requests that found the queue full, and went to their best replica", queue.overflows),
+        ):
+            yield CounterMetricFamily(f"metatrie_router_queue_{name}", text, value=value)
 
 
 class FleetCollector(Collector):

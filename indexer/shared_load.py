@@ -155,6 +155,9 @@ class SharedReservations:
         if self._heart is not None and self._heart.done():
             self._heart.result()
 
+    def alone(self) -> bool:
+        return not self._routers
+
     async def _live(self) -> None:
         while not self._closing.is_set():
             with suppress(TimeoutError):

@@ -40,9 +40,10 @@ REPLICAS_TABLE = "replicas"
 POLICIES_TABLE = "policies"
 MODELS_TABLE = "models"
 PROXY_TABLE = "proxy"
-_STRUCTURED = {NAMESPACE_TABLE, REPLICAS_TABLE, POLICIES_TABLE, MODELS_TABLE, PROXY_TABLE}
+QUEUE_TABLE = "queue"
+_STRUCTURED = {NAMESPACE_TABLE, REPLICAS_TABLE, POLICIES_TABLE, MODELS_TABLE, PROXY_TABLE, QUEUE_TABLE}
 """Tables of the file that are no options: who the replicas are, what their cache depends on, policy parameters, what
-is declared about models, and how the front door treats engines."""
+is declared about models, how the front door treats engines, and which requests wait in the router."""
 
 
 class Program(click.Group):

@@ -363,6 +363,8 @@ class Policy(ABC):
     """One line, for explanations."""
     decisive: ClassVar[str]
     """Reason label when the cost alone decided; its sentence is in `_WHY`."""
+    queues: ClassVar[bool] = False
+    """Its choice follows load, so a request may wait in the router for load to fall (queueing.py)."""
     Parameters: ClassVar[type[msgspec.Struct]] = NoParameters
 
     def __init__(self, parameters: msgspec.Struct, rng: random.Random) -> None:

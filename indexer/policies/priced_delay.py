@@ -63,6 +63,7 @@ class PricedDelay(Policy):
     name = "priced_delay"
     formula = "argmin (pend + u)*s(B) + (w - 1)*u'/rate + load + c*max(inflight, B)*L"
     decisive = "cheapest"
+    queues = True
     Parameters = PricedDelayParameters
 
     def __init__(self, parameters: msgspec.Struct, rng: random.Random) -> None:

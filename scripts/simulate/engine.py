@@ -205,7 +205,7 @@ class Job:
 
     __slots__ = (
         *("arrived", "cached", "finished", "first_token", "handle", "index", "keys"),
-        *("left", "output_tokens", "prompt_tokens", "replica", "router"),
+        *("left", "output_tokens", "prompt_tokens", "replica", "router", "wait_until"),
     )
 
     def __init__(self, index: int, keys: Keys, prompt_tokens: int, output_tokens: int, arrived: float) -> None:
@@ -220,6 +220,8 @@ class Job:
         self.left = 0
         """Prompt tokens still to be computed."""
         self.handle: _Node | None = None
+        self.wait_until: float | None = None
+        """When it goes to a replica though it should wait in its router."""
         self.first_token = self.finished = math.nan
 
 

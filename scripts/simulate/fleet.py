@@ -24,14 +24,22 @@ import msgspec
 from ...indexer.load import Learned
 from ...indexer.memory import MemoryIndex
 from ...indexer.placement import DEFAULT_SETTLE_S, Placements
-from ...indexer.policies import DEFAULT_POLICY, Candidates, Policy, Roster, RoutingRequest, Speeds, make_policy
+from ...indexer.policies import (
+    DEFAULT_POLICY,
+    Candidates,
+    Decision,
+    Policy,
+    Roster,
+    RoutingRequest,
+    Speeds,
+    make_policy,
+)
+from ...indexer.queueing import Line, QueueConfig, own_s, pending_s
 from ...proto.hashing import BlockKey, Namespace
 from ...proto.index import (
-    PAGE_SPAN,
-    BlockWrite,
     Depth,
     Incarnation,
-    PageHead,
+    PackedWrites,
     ReplicaRef,
     ReplicaSpec,
     Tier,
@@ -86,6 +94,8 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     oracle: bool = False
     """One infinite cache shared by all replicas: the bound no policy passes."""
     losses: tuple[Loss, ...] = ()
+    queue: QueueConfig | None = None
+    """Requests wait in the router as this says, where there is one and its policy queues; None: in the engines."""
     warmup: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.1
     """Share of the requests, in order of arrival, that no figure counts."""
     objective_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
@@ -147,6 +157,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Of prompts, what routing expected to be reused."""
     routed: tuple[int, ...]
     """Requests per replica."""
+    queued: int = 0
+    """Most requests that waited in the router, ever."""
     windows: tuple[Window, ...]
     after_loss: tuple[tuple[int, float], ...] = ()
     """(minutes, p99 of the time to first token of what arrived so soon after the first loss)."""
@@ -210,19 +222,27 @@ class Fleet:
         """Reservation changes on their way to other routers: due, sender, replica, requests, prefills, tokens."""
         rng = random.Random(config.seed)
         settle_s = max(DEFAULT_SETTLE_S, 2 * config.event_lag_s)
-        self._routers = [
-            _Router(make_policy(config.policy, config.parameters, random.Random(rng.random())), self._size, settle_s)
-            for _ in range(config.routers)
+        policies = [
+            make_policy(config.policy, config.parameters, random.Random(rng.random())) for _ in range(config.routers)
         ]
+        self._routers = [_Router(policy, self._size, settle_s) for policy in policies]
+        self._line: Line[int] | None = None
+        """Numbers of the requests that wait in the router."""
+        if config.queue is not None and config.routers == 1 and policies[0].queues:
+            self._line = Line(config.queue)
         self._engines = [self._engine(i) for i in range(self._size)]
         if config.oracle:
             shared = PrefixCache(1 << 60, stored=_ignore, removed=_ignore)
             for engine in self._engines:
                 engine.cache = shared
         self._wakes: list[tuple[float, int]] = []
-        """Heap of times with the replica that wakes then, or the replicas' number plus that of a held request."""
+        """Heap of times with the replica that wakes then; or, above their numbers, with a request whose turn of a
+        conversation has come, or one that has waited in the router for long enough; or with the router's queue."""
         self._mean_output = 256.0
         count = len(trace.requests)
+        self._waited, self._eased = self._size + count, self._size + 2 * count
+        """Where the last two begin."""
+        self._queued = 0
         self._jobs: list[Job] = [_NOBODY] * count
         self._predicted = array("q", bytes(8 * count))
         self._uncached = array("q", bytes(8 * count))
@@ -264,8 +284,7 @@ class Fleet:
             at, replica = heappop(wakes)
             if replica >= self._size:
                 self._now = at
-                number = replica - self._size
-                self._arrive(number, self._trace.requests[number])
+                self._call(replica)
                 continue
             engine = engines[replica]
             if engine.wake_at == at:
@@ -276,13 +295,32 @@ class Fleet:
         if until != math.inf:
             self._now = until
 
+    def _call(self, wake: int) -> None:
+        """What is due is no engine."""
+        if wake >= self._eased:
+            self._look_again()
+        elif wake >= self._waited:
+            number = wake - self._waited
+            if self._line is not None and self._line.leave(number):
+                self._route(self._jobs[number], self._trace.requests[number], waits=False)
+        else:
+            number = wake - self._size
+            self._arrive(number, self._trace.requests[number])
+
+    def _look_again(self) -> None:
+        """The first in line, when load has fallen."""
+        assert self._line is not None
+        for number in self._line.first():
+            self._line.leave(number)
+            self._route(self._jobs[number], self._trace.requests[number])
+
     def _deliver(self) -> None:
         """What is due by now."""
         now, events, messages = self._now, self._events, self._messages
         while events and events[0][0] <= now:
             _, incarnation, keys, start, end, tiers = events.popleft()
             self._version += 1
-            run_now(self._index.write(incarnation, self._version, block_writes(keys, start, end, tiers)))
+            run_now(self._index.write(incarnation, self._version, PackedWrites.run(keys, start, end, tiers)))
         while messages and messages[0][0] <= now:
             _, sender, replica, *change = messages.popleft()
             for number, router in enumerate(self._routers):
@@ -299,7 +337,8 @@ class Fleet:
         self._route(job, request)
         self._extremes[number] = min(self._pending), max(self._pending)
 
-    def _route(self, job: Job, request: Request) -> None:
+    def _route(self, job: Job, request: Request, *, waits: bool = True) -> None:
+        """waits: it may have to."""
         self._deliver()
         now, config, size = self._now, self._config, self._trace.block_size
         router = self._routers[job.router]
@@ -316,24 +355,27 @@ class Fleet:
         if config.speculative:
             placements.deepen(self._incarnations, keys, held)
         most, views = (job.prompt_tokens - 1) // size, router.views
-        chosen = router.policy.choose(
-            Candidates(
-                self._roster,
-                depths=depths,
-                reusable=[min(blocks, most) * size for blocks in held],
-                requests=[view.requests for view in views],
-                prefills=[view.prefills for view in views],
-                tokens=[view.tokens for view in views],
-                speeds=router.learned.speeds(self._refs) if config.learned else self._speeds,
-            ),
-            RoutingRequest(
-                prompt_tokens=job.prompt_tokens,
-                now=now,
-                chain=request.chain,
-                session=request.session,
-                expected_output_tokens=self._mean_output,
-            ),
-        ).candidate
+        candidates = Candidates(
+            self._roster,
+            depths=depths,
+            reusable=[min(blocks, most) * size for blocks in held],
+            requests=[view.requests for view in views],
+            prefills=[view.prefills for view in views],
+            tokens=[view.tokens for view in views],
+            speeds=router.learned.speeds(self._refs) if config.learned else self._speeds,
+        )
+        asked = RoutingRequest(
+            prompt_tokens=job.prompt_tokens,
+            now=now,
+            chain=request.chain,
+            session=request.session,
+            expected_output_tokens=self._mean_output,
+        )
+        decision = router.policy.choose(candidates, asked, dry=True)
+        if waits and self._must_wait(job, decision):
+            return
+        chosen = decision.candidate
+        router.policy.chosen(chosen, asked)
         replica = job.replica = int(chosen.ref.replica[1:])
         uncached = job.prompt_tokens - chosen.reusable_tokens
         self._predicted[job.index] = chosen.reusable_tokens
@@ -353,12 +395,26 @@ class Fleet:
         if engine.wake_at != before:
             heappush(self._wakes, (engine.wake_at, replica))
 
+    def _must_wait(self, job: Job, decision: Decision) -> bool:
+        """It waits in its router, and is in line there."""
+        line, config = self._line, self._config.queue
+        if line is None or config is None or line.full or pending_s(decision) <= config.threshold_s:
+            return False
+        if job.wait_until is None:
+            job.wait_until = self._now + config.max_wait_s
+            heappush(self._wakes, (job.wait_until, self._waited + job.index))
+        line.join(job.index, arrived=job.arrived, own_s=own_s(decision, job.prompt_tokens))
+        self._queued = max(self._queued, len(line))
+        return True
+
     def _tell(self, job: Job, requests: int, prefills: int, tokens: int) -> None:
         """A reservation changed: its own router knows at once, the others later."""
         self._routers[job.router].views[job.replica].change(requests, prefills, tokens)
         if len(self._routers) > 1 and self._config.exchange_s != math.inf:
             due = self._now + self._config.exchange_s
             self._messages.append((due, job.router, job.replica, requests, prefills, tokens))
+        if prefills < 0 and self._line:
+            heappush(self._wakes, (self._now, self._eased))
 
     # What engines say
 
@@ -440,6 +496,7 @@ class Fleet:
             load=self._busy_at_last_arrival / (self._size * max(span, 1e-9)),
             evicted_blocks=sum({id(e.cache): e.cache.evicted for e in self._engines}.values()),
             predicted_tokens=sum(self._predicted[first:]),
+            queued=self._queued,
             routed=tuple(sum(job.replica == i for job in jobs) for i in range(self._size)),
             windows=tuple(self._windows(span)),
             after_loss=tuple(self._after_loss(span)),
@@ -494,7 +551,14 @@ def stretch_for(
     other cannot load a fleet beyond some point. start: a first guess, too long rather than too short.
     """
     reference = msgspec.structs.replace(
-        config, policy=DEFAULT_POLICY, parameters=_REFERENCE, routers=1, event_lag_s=0.0, losses=(), oracle=False
+        config,
+        policy=DEFAULT_POLICY,
+        parameters=_REFERENCE,
+        routers=1,
+        event_lag_s=0.0,
+        losses=(),
+        queue=None,
+        oracle=False,
     )
     work = (
         sum(request.prompt_tokens for request in trace.requests) / reference.engine_of(0).speed.prefill_tokens_per_s
@@ -511,14 +575,6 @@ def stretch_for(
 
 def _ignore(keys: Keys, start: int, end: int) -> None:
     pass
-
-
-def block_writes(keys: Keys, start: int, end: int, tiers: TierMask) -> list[BlockWrite]:
-    """What a consumer would write for a span of a prompt: parents first, or children first for removals."""
-    order = range(start, end) if tiers else range(end - 1, start - 1, -1)
-    return [
-        BlockWrite(keys[i], keys[i - 1] if i else None, PageHead(keys[i - i % PAGE_SPAN]), i, tiers) for i in order
-    ]
 
 
 def _work_skew(jobs: Sequence[Job], replicas: int) -> float:

@@ -7,6 +7,7 @@ import math
 import msgspec
 import pytest
 from metatrie.indexer.policies import POLICIES, Speed
+from metatrie.indexer.queueing import QueueConfig
 from metatrie.scripts.simulate.engine import EngineConfig
 from metatrie.scripts.simulate.fleet import Fleet, FleetConfig, Loss, Outcome, simulate, stretch_for
 from metatrie.scripts.simulate.suite import ideal_hit
@@ -77,6 +78,33 @@ def test_four_routers_that_share_their_load_do_as_well_as_one(trace: Trace, busy
     alone = simulate(trace, replace(busy, routers=4, exchange_s=math.inf))
     assert shared.ttft.mean <= one.ttft.mean * 1.1
     assert shared.ttft.mean < alone.ttft.mean
+
+
+def test_a_queue_in_the_router_shortens_the_mean(trace: Trace, busy: FleetConfig) -> None:
+    crowded = replace(busy, stretch=busy.stretch * 0.2)
+    engines, router = simulate(trace, crowded), simulate(trace, replace(crowded, queue=QueueConfig()))
+    assert router == simulate(trace, replace(crowded, queue=QueueConfig()))
+    assert engines.queued == 0 < router.queued
+    assert router.requests == engines.requests == sum(router.routed)
+    assert router.ttft.mean < engines.ttft.mean * 0.95
+    lost = simulate(trace, replace(crowded, queue=QueueConfig(), losses=(Loss(0.5, 0),)))
+    assert lost.requests == sum(lost.routed)
+
+
+@pytest.mark.parametrize("bound", [{"max_wait_s": 0.05}, {"capacity": 1}])
+def test_a_queue_is_bounded(trace: Trace, busy: FleetConfig, bound: dict[str, float]) -> None:
+    crowded = replace(busy, stretch=busy.stretch * 0.2, queue=msgspec.convert(bound, QueueConfig))
+    outcome, free = simulate(trace, crowded), simulate(trace, replace(crowded, queue=QueueConfig()))
+    assert outcome.requests == sum(outcome.routed)
+    assert 0 < outcome.queued < free.queued
+
+
+@pytest.mark.parametrize("other", [{"routers": 2}, {"policy": "round_robin"}])
+def test_several_routers_and_policies_blind_to_load_have_no_queue(
+    trace: Trace, busy: FleetConfig, other: dict[str, object]
+) -> None:
+    config = replace(busy, **other)
+    assert simulate(trace, replace(config, queue=QueueConfig())) == simulate(trace, config)
 
 
 def test_a_lost_cache_is_not_counted_on(trace: Trace, busy: FleetConfig) -> None:

@@ -1,0 +1,240 @@
+"""The router's own queue: what would only wait in an engine's queue waits here, where the order can still be chosen.
+
+An engine serves first come first served, so one prompt of 100,000 uncached tokens holds up everybody behind it for as
+long as it takes, though most of them need next to nothing computed. And a request in an engine's queue is bound to
+it, whatever becomes of that engine or frees up elsewhere.
+
+Strategy. A request whose best replica has more than `threshold_s` of prefill ahead of it waits in the router.
+Whenever load falls, the first few in line look again, each with the whole fleet to choose from. The line is ordered
+by arrival plus `patience` times a request's own prefill. So short work overtakes long work, but only such as came
+within `patience` times the long one's duration after it: nobody waits for ever.
+
+Only a router that is alone queues. Several routers would each have a line of their own, and whichever hears of free
+room first takes it for its own first in line: that was measured to be worse than the engines' queues, also with one
+line for all and loads exchanged in 10 ms (docs/routing.md).
+
+Bounds: `capacity` requests wait, for at most `max_wait_s` each; beyond either a request goes to its best replica at
+once, as without a queue. A round lets `TRIES` requests look again, one after another, at most every `ROUND_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Annotated, Final, Generic, TypeVar
+
+import msgspec
+
+from ..proto.errors import NoReplica
+from .load import report_defect
+from .policies import Decision
+
+T = TypeVar("T")
+
+TRIES: Final = 8
+"""Requests that look again when load has fallen."""
+ROUND_S: Final = 0.01
+"""Between two rounds at least."""
+POLL_S: Final = 0.05
+"""And at most: a replica may have joined, or come back."""
+
+
+class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[queue]`: which requests through the front door wait in the router."""
+
+    enabled: bool = True
+    threshold_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 0.8
+    """Seconds of prefill ahead of a request, on the replica that suits it best, beyond which it waits."""
+    patience: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 10.0
+    """What arrives within so many times a request's own prefill may overtake it."""
+    max_wait_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 60.0
+    capacity: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 1024
+
+
+def pending_s(decision: Decision) -> float:
+    """Seconds of prefill ahead of a request on the replica chosen for it."""
+    chosen = decision.candidate
+    return chosen.reserved_tokens * chosen.speed.row.token_s
+
+
+def own_s(decision: Decision, prompt_tokens: int) -> float:
+    """Seconds of prefill it brings there."""
+    chosen = decision.candidate
+    return (prompt_tokens - chosen.reusable_tokens) * chosen.speed.row.token_s
+
+
+class Line(Generic[T]):
+    """Who waits, in order; the same for the router and the simulator. Not thread-safe."""
+
+    def __init__(self, config: QueueConfig) -> None:
+        self._config = config
+        self._order: list[tuple[float, int, T]] = []
+        self._places: dict[T, tuple[float, int]] = {}
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def full(self) -> bool:
+        return len(self._order) >= self._config.capacity
+
+    def join(self, one: T, *, arrived: float, own_s: float) -> None:
+        """one: hashable, not in line. own_s: its own prefill, seconds."""
+        place = arrived + self._config.patience * own_s, next(self._numbers)
+        self._places[one] = place
+        insort(self._order, (*place, one), key=_place)
+
+    def leave(self, one: T) -> bool:
+        """False for who is not in line."""
+        place = self._places.pop(one, None)
+        if place is None:
+            return False
+        del self._order[bisect_left(self._order, place, key=_place)]
+        return True
+
+    def first(self) -> list[T]:
+        """Whose turn it is to look again."""
+        return [one for _, _, one in self._order[:TRIES]]
+
+
+def _place(entry: tuple[float, int, T]) -> tuple[float, int]:
+    return entry[:2]
+
+
+class Turn:
+    """One request on its way through the queue."""
+
+    __slots__ = ("_arrived", "_free", "_go", "_queue", "_settled", "ready", "waited_s")
+
+    def __init__(self, queue: RouterQueue, arrived: float) -> None:
+        self._queue = queue
+        self._arrived = arrived
+        self._free = False
+        """It goes wherever suits it best."""
+        self._go: asyncio.Future[None] | None = None
+        self._settled: asyncio.Event | None = None
+        self.ready: Callable[[], bool] = _always
+        self.waited_s = 0.0
+
+    def must_wait(self, decision: Decision) -> bool:
+        queue = self._queue
+        return not self._free and queue.alone() and pending_s(decision) > queue.config.threshold_s
+
+    async def wait(self, own_s: float, ready: Callable[[], bool]) -> None:
+        """Until it may look again. own_s: its prefill, seconds; ready: whether it would go now, as far as can be told
+        at once. Raises NoReplica after `leave`."""
+        queue = self._queue
+        left = self._arrived + queue.config.max_wait_s - queue.clock()
+        if left <= 0 or queue.line.full:
+            self._free = True
+            queue.overflows += left > 0
+            return
+        if not self.waited_s:
+            queue.waits += 1
+        self.ready = ready
+        self._go = asyncio.get_running_loop().create_future()
+        queue.line.join(self, arrived=self._arrived, own_s=own_s)
+        self.settle()
+        queue.serve()
+        began = queue.clock()
+        try:
+            async with asyncio.timeout(left):
+                await self._go
+        except TimeoutError:
+            self._free = True
+            queue.timeouts += 1
+        finally:
+            queue.line.leave(self)
+            waited = queue.clock() - began
+            self.waited_s += waited
+            queue.waited_s += waited
+
+    async def look(self) -> None:
+        """Its turn to look again; returns when it has gone, waits again, or is no more."""
+        if self._go is None or self._go.done():
+            return
+        self._settled = asyncio.Event()
+        self._queue.line.leave(self)
+        self._go.set_result(None)
+        await self._settled.wait()
+
+    def settle(self) -> None:
+        """Call when the request was placed or given up."""
+        if self._settled is not None:
+            self._settled.set()
+            self._settled = None
+
+    def leave(self) -> None:
+        """Nobody wants it any more."""
+        if self._go is not None and not self._go.done():
+            self._go.set_exception(NoReplica("nobody wants the answer any more", remedy="send it again"))
+
+
+class RouterQueue:
+    """The requests of one router that wait. Runs a task while there are any."""
+
+    def __init__(
+        self,
+        config: QueueConfig,
+        *,
+        alone: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """alone: whether no other router shares the load."""
+        self.config = config
+        self.clock = clock
+        self.line: Line[Turn] = Line(config)
+        self.waits = self.timeouts = self.overflows = 0
+        """Requests that waited, waited too long, or found the queue full; since the start."""
+        self.waited_s = 0.0
+        """Of all of them together."""
+        self.alone = alone
+        self._eased = asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
+
+    def turn(self) -> Turn | None:
+        """Of a request that arrives now; None where there is no queue."""
+        return Turn(self, self.clock()) if self.config.enabled else None
+
+    def ease(self) -> None:
+        """Load has fallen somewhere."""
+        if self.line:
+            self._eased.set()
+
+    def serve(self) -> None:
+        if self._serving is None:
+            self._serving = asyncio.create_task(self._serve(), name="router-queue")
+            self._serving.add_done_callback(report_defect)
+
+    def expect_alive(self) -> None:
+        """Raises what killed the task, if anything did."""
+        if self._serving is not None and self._serving.done():
+            self._serving.result()
+
+    async def close(self) -> None:
+        """Idempotent. Whoever waits still does, until it is too long."""
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    async def _serve(self) -> None:
+        while self.line:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self._eased.wait()
+            self._eased.clear()
+            for turn in self.line.first():
+                if turn.ready():
+                    await turn.look()
+            await asyncio.sleep(ROUND_S)
+        self._serving = None
+
+
+def _always() -> bool:
+    return True
