@@ -183,8 +183,8 @@ class Reservations(Protocol):
         `prefilling` being False; None if there is no such reservation (any more)."""
         ...
 
-    async def free(self, reservation: str) -> bool:
-        """Remove it. False if there is no such reservation (any more)."""
+    async def free(self, reservation: str) -> Reservation | None:
+        """Remove it. Returns it as it was; None if there is no such reservation (any more)."""
         ...
 
     async def refresh(self) -> None:
@@ -283,12 +283,9 @@ class LocalReservations:
             self._held[held.id] = msgspec.structs.replace(held, uncached_tokens=0, prefilling=False)
         return held
 
-    async def free(self, reservation: str) -> bool:
+    async def free(self, reservation: str) -> Reservation | None:
         self._expire()
-        if reservation not in self._held:
-            return False
-        self._remove(reservation)
-        return True
+        return self._remove(reservation) if reservation in self._held else None
 
     async def refresh(self) -> None:
         return None
@@ -314,9 +311,10 @@ class LocalReservations:
             self._remove(oldest.id)
             self._expired += 1
 
-    def _remove(self, reservation: str) -> None:
+    def _remove(self, reservation: str) -> Reservation:
         held = self._held.pop(reservation)
         self._change(held.ref, Pending(-1, -int(held.prefilling), -held.uncached_tokens))
+        return held
 
     def _change(self, ref: ReplicaRef, change: Pending) -> None:
         pending = self._pending[ref].plus(change)

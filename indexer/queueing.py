@@ -5,38 +5,43 @@ long as it takes, though most of them need next to nothing computed. And a reque
 it, whatever becomes of that engine or frees up elsewhere.
 
 Strategy. A request whose best replica has more than `threshold_s` of prefill ahead of it waits in the router.
-Whenever load falls, the first few in line look again, each with the whole fleet to choose from. The line is ordered
-by arrival plus `patience` times a request's own prefill. So short work overtakes long work, but only such as came
-within `patience` times the long one's duration after it: nobody waits for ever.
+Whenever load falls on a replica, the first few in line whose best it is look again, each with the whole fleet to
+choose from; so do a few of the others in turn, for whom it may have become the best. The line is ordered by arrival
+plus `patience` times a request's own prefill. So short work overtakes long work, but only such as came within
+`patience` times the long one's duration after it: nobody waits for ever.
 
 Only a router that is alone queues. Several routers would each have a line of their own, and whichever hears of free
 room first takes it for its own first in line: that was measured to be worse than the engines' queues, also with one
 line for all and loads exchanged in 10 ms (docs/routing.md).
 
 Bounds: `capacity` requests wait, for at most `max_wait_s` each; beyond either a request goes to its best replica at
-once, as without a queue. A round lets `TRIES` requests look again, one after another, at most every `ROUND_S`.
+once, as without a queue. A round lets `TRIES` requests of either kind look again, one after another, at most every
+`ROUND_S`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
-from bisect import bisect_left, insort
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Container
 from contextlib import suppress
+from itertools import islice
 from typing import Annotated, Final, Generic, TypeVar
 
 import msgspec
 
 from ..proto.errors import NoReplica
-from .load import report_defect
+from ..proto.index import ReplicaRef
+from .load import Reservation, report_defect
 from .policies import Decision
 
 T = TypeVar("T")
 
 TRIES: Final = 8
-"""Requests that look again when load has fallen."""
+"""Requests that look again when load has fallen: so many who would go there, and so many others."""
 ROUND_S: Final = 0.01
 """Between two rounds at least."""
 POLL_S: Final = 0.05
@@ -74,7 +79,10 @@ class Line(Generic[T]):
         self._config = config
         self._order: list[tuple[float, int, T]] = []
         self._places: dict[T, tuple[float, int]] = {}
+        self._best: dict[T, ReplicaRef] = {}
         self._numbers = itertools.count()
+        self._passed = (-math.inf, 0)
+        """Place of the last that looked for a change."""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -83,10 +91,11 @@ class Line(Generic[T]):
     def full(self) -> bool:
         return len(self._order) >= self._config.capacity
 
-    def join(self, one: T, *, arrived: float, own_s: float) -> None:
-        """one: hashable, not in line. own_s: its own prefill, seconds."""
-        place = arrived + self._config.patience * own_s, next(self._numbers)
+    def join(self, one: T, decision: Decision, *, arrived: float, prompt_tokens: int) -> None:
+        """one: hashable, not in line. decision: where it would go."""
+        place = arrived + self._config.patience * own_s(decision, prompt_tokens), next(self._numbers)
         self._places[one] = place
+        self._best[one] = decision.candidate.ref
         insort(self._order, (*place, one), key=_place)
 
     def leave(self, one: T) -> bool:
@@ -95,11 +104,19 @@ class Line(Generic[T]):
         if place is None:
             return False
         del self._order[bisect_left(self._order, place, key=_place)]
+        del self._best[one]
         return True
 
-    def first(self) -> list[T]:
-        """Whose turn it is to look again."""
-        return [one for _, _, one in self._order[:TRIES]]
+    def next(self, eased: Container[ReplicaRef]) -> list[T]:
+        """Who looks again, in order: the first whose best replica is among those where load has fallen; and others in
+        turn, for whom one of them may be better by now."""
+        best = self._best
+        chosen = list(islice((entry for entry in self._order if best[entry[2]] in eased), TRIES))
+        after = bisect_right(self._order, self._passed, key=_place)
+        others = [*self._order[after:], *self._order[:after]][:TRIES]
+        if others:
+            self._passed = _place(others[-1])
+        return [one for _, _, one in sorted({entry[:2]: entry for entry in chosen + others}.values(), key=_place)]
 
 
 def _place(entry: tuple[float, int, T]) -> tuple[float, int]:
@@ -125,9 +142,9 @@ class Turn:
         queue = self._queue
         return not self._free and queue.alone() and pending_s(decision) > queue.config.threshold_s
 
-    async def wait(self, own_s: float, ready: Callable[[], bool]) -> None:
-        """Until it may look again. own_s: its prefill, seconds; ready: whether it would go now, as far as can be told
-        at once. Raises NoReplica after `leave`."""
+    async def wait(self, decision: Decision, prompt_tokens: int, ready: Callable[[], bool]) -> None:
+        """Until it may look again. decision: where it would go; ready: whether it would go now, wherever, as far as
+        can be told at once. Raises NoReplica after `leave`."""
         queue = self._queue
         left = self._arrived + queue.config.max_wait_s - queue.clock()
         if left <= 0 or queue.line.full:
@@ -138,7 +155,7 @@ class Turn:
             queue.waits += 1
         self.ready = ready
         self._go = asyncio.get_running_loop().create_future()
-        queue.line.join(self, arrived=self._arrived, own_s=own_s)
+        queue.line.join(self, decision, arrived=self._arrived, prompt_tokens=prompt_tokens)
         self.settle()
         queue.serve()
         began = queue.clock()
@@ -194,6 +211,8 @@ class RouterQueue:
         self.waited_s = 0.0
         """Of all of them together."""
         self.alone = alone
+        self._fallen: set[ReplicaRef] = set()
+        """Where load has fallen since the last round."""
         self._eased = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
 
@@ -201,9 +220,10 @@ class RouterQueue:
         """Of a request that arrives now; None where there is no queue."""
         return Turn(self, self.clock()) if self.config.enabled else None
 
-    def ease(self) -> None:
-        """Load has fallen somewhere."""
-        if self.line:
+    def ease(self, before: Reservation) -> None:
+        """Its prefill is over, or all of it; as it was until then."""
+        if self.line and before.prefilling:
+            self._fallen.add(before.ref)
             self._eased.set()
 
     def serve(self) -> None:
@@ -229,7 +249,8 @@ class RouterQueue:
                 async with asyncio.timeout(POLL_S):
                     await self._eased.wait()
             self._eased.clear()
-            for turn in self.line.first():
+            fallen, self._fallen = self._fallen, set()
+            for turn in self.line.next(fallen):
                 if turn.ready():
                     await turn.look()
             await asyncio.sleep(ROUND_S)

@@ -80,7 +80,7 @@ from .load import (
 from .models import ModelConfig, Models, Target
 from .placement import Placements
 from .policies import DEFAULT_POLICY, NO_CHAIN, Candidate, Candidates, Decision, Policy, RoutingRequest, make_policy
-from .queueing import QueueConfig, RouterQueue, Turn, own_s
+from .queueing import QueueConfig, RouterQueue, Turn
 from .router_metrics import FleetCollector, QueueCollector, RouterMetrics
 from .tenants import TRUSTED, Caller, SaltOf
 from .text import TextTokenize
@@ -363,7 +363,7 @@ class Router:
                 try:
                     return await self._try_to_route(request, caller, admit, stand_ins, turn)
                 except _MustWait as wait:
-                    await turn.wait(wait.own_s, wait.ready)
+                    await turn.wait(wait.decision, wait.prompt_tokens, wait.ready)
         finally:
             turn.settle()
 
@@ -397,7 +397,7 @@ class Router:
             self._placements.cancel(reservation)
             decision = policy.choose(self._admitted(answer, admit), asked, dry=True)
             if waits is not None and not decided and waits.must_wait(decision):
-                raise _MustWait(own_s(decision, answer.prompt_tokens), ready)
+                raise _MustWait(decision, answer.prompt_tokens, ready)
             policy.chosen(decision.candidate, asked)
             holder = self._sent(answer, decision.candidate, reservation, confirmed=not stand_ins)
             decided.append((decision, holder))
@@ -544,6 +544,7 @@ class Router:
         before = await self._reservations.end_prefill(feedback.reservation)
         if before is None:
             raise _no_reservation("reservation")
+        self.queue.ease(before)
         now = self._clock()
         self._placements.computed(feedback.reservation, now)
         if feedback.finished:
@@ -558,7 +559,6 @@ class Router:
             outcome = await self._judge(prediction, feedback, caller)
         if feedback.finished:
             await self._reservations.free(feedback.reservation)
-        self.queue.ease()
         return FeedbackResponse(
             reservation=before.id,
             predicted_tokens=before.predicted_tokens,
@@ -586,18 +586,19 @@ class Router:
         now = self._clock()
         self._placements.computed(reservation, now)
         self._learned.first_token(reservation, now)
-        await self._reservations.end_prefill(reservation)
-        self.queue.ease()
+        before = await self._reservations.end_prefill(reservation)
+        if before is not None:
+            self.queue.ease(before)
 
     async def free(self, reservation: str) -> None:
         """The request is over. Raises NotFound for an unknown reservation."""
         self._feedbacks.drop(reservation)
         self._placements.cancel(reservation)
         self._learned.finished(reservation, self._clock(), None)
-        freed = await self._reservations.free(reservation)
-        self.queue.ease()
-        if not freed:
+        before = await self._reservations.free(reservation)
+        if before is None:
             raise _no_reservation("id")
+        self.queue.ease(before)
 
     async def replicas(self, *, model: str | None = None, limit: int) -> ReplicaList:
         """Every registered replica, read afresh; from memory, and all stale, where the store is away.
@@ -1008,10 +1009,11 @@ def _reservations_of(store: Store, config: RouterConfig) -> Reservations:
 class _MustWait(Exception):
     """The best replica has enough to do."""
 
-    def __init__(self, own_s: float, ready: Callable[[], bool]) -> None:
-        """own_s: prefill it would bring there; ready: whether it could go by now."""
+    def __init__(self, decision: Decision, prompt_tokens: int, ready: Callable[[], bool]) -> None:
+        """ready: whether it could go by now."""
         super().__init__()
-        self.own_s = own_s
+        self.decision = decision
+        self.prompt_tokens = prompt_tokens
         self.ready = ready
 
 

@@ -253,13 +253,13 @@ class SharedReservations:
             await self._send((_COMPUTED, _load_key(self._router), reservation))
         return held
 
-    async def free(self, reservation: str) -> bool:
+    async def free(self, reservation: str) -> Reservation | None:
         held = self._held.pop(reservation, None)
         if held is None:
-            return self._foreign(reservation, await self._send_foreign(_UNRESERVE, reservation)) is not None
+            return self._foreign(reservation, await self._send_foreign(_UNRESERVE, reservation))
         self._change(held.ref, Pending(-1, -int(held.prefilling), -held.uncached_tokens))
         await self._send((_UNRESERVE, _load_key(self._router), reservation))
-        return True
+        return held
 
     def _change(self, ref: ReplicaRef, change: Pending) -> None:
         pending = self._ours.get(ref, NOTHING_PENDING).plus(change)

@@ -17,7 +17,6 @@ from rich.table import Table
 
 from ...indexer.embedded import EmbeddedRedis
 from ...indexer.policies import DEFAULT_POLICY, POLICIES
-from ...indexer.queueing import QueueConfig
 from ...proto.errors import ConfigError
 from ..cli import common_options, redis_option, run_process, until
 from . import examples, report, study, suite, traces
@@ -30,6 +29,7 @@ BURSTS = 8
 _COMPARED = (
     suite.ORACLE,
     DEFAULT_POLICY,
+    suite.QUEUED,
     "sticky",
     "exploit_explore",
     "weighted_score",
@@ -69,7 +69,6 @@ _COMPARED = (
 @click.option("--routers", type=click.IntRange(1, 64), default=1, help="Requests go to them in turn.")
 @click.option("--event-lag-s", type=click.FloatRange(0), default=0.0, help="From a cache to the index, seconds.")
 @click.option("--exchange-s", type=click.FloatRange(0), default=0.01, help="Between routers' loads, seconds.")
-@click.option("--queue", is_flag=True, help="Requests wait in the router, not in the engines.")
 @click.option("--no-speculative", is_flag=True, help="Count only what the index knows.")
 @click.option("--lose", "losses", multiple=True, metavar="SHARE:REPLICA", help="Restart a replica that far in.")
 @click.option("--objective-s", type=click.FloatRange(0, min_open=True), default=5.0, help="TTFT to be met, seconds.")
@@ -197,7 +196,6 @@ def _compare(
     *,
     losses: tuple[str, ...],
     no_speculative: bool,
-    queue: bool,
     **run: Any,
 ) -> list[suite.Result]:
     if parameters and len(entries) != 1:
@@ -207,7 +205,6 @@ def _compare(
         engine=EngineConfig(capacity_tokens=_tokens(cache)),
         losses=tuple(map(_loss, losses)),
         speculative=not no_speculative,
-        queue=QueueConfig() if queue else None,
         **run,
     )
     task = progress.add_task(f"{trace.name}: finding the load", total=len(entries))

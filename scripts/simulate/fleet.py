@@ -34,7 +34,7 @@ from ...indexer.policies import (
     Speeds,
     make_policy,
 )
-from ...indexer.queueing import Line, QueueConfig, own_s, pending_s
+from ...indexer.queueing import Line, QueueConfig, pending_s
 from ...proto.hashing import BlockKey, Namespace
 from ...proto.index import (
     Depth,
@@ -228,6 +228,8 @@ class Fleet:
         self._routers = [_Router(policy, self._size, settle_s) for policy in policies]
         self._line: Line[int] | None = None
         """Numbers of the requests that wait in the router."""
+        self._fallen: set[ReplicaRef] = set()
+        """Where load has fallen since they last looked."""
         if config.queue is not None and config.routers == 1 and policies[0].queues:
             self._line = Line(config.queue)
         self._engines = [self._engine(i) for i in range(self._size)]
@@ -310,7 +312,8 @@ class Fleet:
     def _look_again(self) -> None:
         """The first in line, when load has fallen."""
         assert self._line is not None
-        for number in self._line.first():
+        fallen, self._fallen = self._fallen, set()
+        for number in self._line.next(fallen):
             self._line.leave(number)
             self._route(self._jobs[number], self._trace.requests[number])
 
@@ -403,7 +406,7 @@ class Fleet:
         if job.wait_until is None:
             job.wait_until = self._now + config.max_wait_s
             heappush(self._wakes, (job.wait_until, self._waited + job.index))
-        line.join(job.index, arrived=job.arrived, own_s=own_s(decision, job.prompt_tokens))
+        line.join(job.index, decision, arrived=job.arrived, prompt_tokens=job.prompt_tokens)
         self._queued = max(self._queued, len(line))
         return True
 
@@ -414,6 +417,7 @@ class Fleet:
             due = self._now + self._config.exchange_s
             self._messages.append((due, job.router, job.replica, requests, prefills, tokens))
         if prefills < 0 and self._line:
+            self._fallen.add(self._refs[job.replica])
             heappush(self._wakes, (self._now, self._eased))
 
     # What engines say

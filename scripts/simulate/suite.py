@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from ...indexer.policies import DEFAULT_POLICY, POLICIES
+from ...indexer.queueing import QueueConfig
 from ...proto.errors import ConfigError
 from .engine import EngineConfig
 from .fleet import FleetConfig, Outcome, simulate, stretch_for
@@ -38,9 +39,9 @@ ORACLE = "bound"
 """The entry that is no policy: one infinite cache, least time to first token."""
 EXPECTED_TTFT = "expected_ttft"
 """The default policy without its price: both weights 1."""
-OWN = frozenset({DEFAULT_POLICY, ORACLE, EXPECTED_TTFT})
-"""Entries that are not peers of the default policy."""
-ENTRIES = (ORACLE, *POLICIES, EXPECTED_TTFT)
+QUEUED = "queued"
+"""The default policy in a router that queues; in all other entries requests wait in the engines."""
+ENTRIES = (ORACLE, *POLICIES, EXPECTED_TTFT, QUEUED)
 MARGIN = 0.03
 """A policy whose mean is not further below the default's is as good as it."""
 
@@ -108,6 +109,10 @@ def entry_config(entry: str, config: FleetConfig) -> FleetConfig:
         plain = {"base_weight": 1.0, "max_weight": 1.0}
         return msgspec.structs.replace(
             config, policy=DEFAULT_POLICY, parameters=plain, oracle=name == ORACLE, stretch=stretch
+        )
+    if name == QUEUED:
+        return msgspec.structs.replace(
+            config, policy=DEFAULT_POLICY, parameters=numbers(settings), stretch=stretch, queue=QueueConfig()
         )
     return msgspec.structs.replace(config, policy=name, parameters=numbers(settings), stretch=stretch)
 
@@ -277,7 +282,7 @@ def losses(results: Sequence[Result], margin: float = MARGIN) -> list[tuple[Sett
     """Settings where another policy's mean TTFT is more than `margin` below the default's: (setting, best, ratio)."""
     by_setting: dict[Setting, dict[str, float]] = {}
     for result in results:
-        if result.policy != ORACLE:
+        if result.policy not in (ORACLE, QUEUED):
             by_setting.setdefault(result.setting, {})[result.policy] = result.outcome.ttft.mean
     found = []
     for setting, means in by_setting.items():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from metatrie.indexer.load import Reservation
 from metatrie.indexer.policies import TYPICAL_SPEED, Candidate, RoutingRequest, make_policy
 from metatrie.indexer.policies.base import Decision
 from metatrie.indexer.queueing import TRIES, Line, QueueConfig, RouterQueue, Turn, own_s, pending_s
@@ -16,8 +17,10 @@ from metatrie.proto.errors import NoReplica
 from metatrie.proto.index import ReplicaRef
 
 
-def decision(reserved_tokens: int, *, reusable_tokens: int = 0, prompt_tokens: int = 1000) -> Decision:
-    one = Candidate(ref=ReplicaRef("a"), reserved_tokens=reserved_tokens, reusable_tokens=reusable_tokens)
+def decision(
+    reserved_tokens: int, *, reusable_tokens: int = 0, prompt_tokens: int = 1000, name: str = "a"
+) -> Decision:
+    one = Candidate(ref=ReplicaRef(name), reserved_tokens=reserved_tokens, reusable_tokens=reusable_tokens)
     return make_policy("least_loaded", {}, None).choose([one], RoutingRequest(prompt_tokens=prompt_tokens))  # type: ignore[arg-type]
 
 
@@ -32,16 +35,33 @@ def test_seconds_are_of_the_chosen_replicas_own_rate() -> None:
 
 def test_short_work_overtakes_long_work_within_its_patience_only() -> None:
     line: Line[str] = Line(QueueConfig(patience=10))
-    line.join("long", arrived=0.0, own_s=2.0)
-    line.join("short, soon", arrived=19.0, own_s=0.05)
-    line.join("short, late", arrived=20.0, own_s=0.05)
-    line.join("equal", arrived=0.0, own_s=2.0)
-    assert line.first() == ["short, soon", "long", "equal", "short, late"]
+    there = decision(0)
+    line.join("long", there, arrived=0.0, prompt_tokens=20_000)
+    line.join("short, soon", there, arrived=19.0, prompt_tokens=500)
+    line.join("short, late", there, arrived=20.0, prompt_tokens=500)
+    line.join("equal", there, arrived=0.0, prompt_tokens=20_000)
+    assert line.next(()) == ["short, soon", "long", "equal", "short, late"]
+
+
+def test_who_would_go_where_load_fell_looks_first_and_the_others_in_turn() -> None:
+    line: Line[int] = Line(QueueConfig(patience=0))
+    for number in range(40):
+        line.join(number, decision(0, name="ab"[number % 2]), arrived=number, prompt_tokens=100)
+    fallen = {ReplicaRef("b")}
+    assert line.next(fallen) == sorted({*range(1, 17, 2), *range(8)})
+    assert line.next(fallen) == sorted({*range(1, 17, 2), *range(8, 16)})
+    assert line.next(fallen) == sorted({*range(1, 17, 2), *range(16, 24)})
+    for number in range(30):
+        line.leave(number)
+    assert line.next(()) == [*range(30, 38)]
+    assert line.next(()) == [*range(30, 36), 38, 39]
 
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["join", "leave"]), st.integers(0, 30), st.integers(0, 20), st.integers(0, 3)),
+        st.tuples(
+            st.sampled_from(["join", "leave", "next"]), st.integers(0, 30), st.integers(0, 20), st.integers(0, 3)
+        ),
         max_size=80,
     ),
     st.integers(0, 5),
@@ -49,19 +69,31 @@ def test_short_work_overtakes_long_work_within_its_patience_only() -> None:
 def test_a_line_is_in_order_whoever_joins_and_leaves(steps: list[tuple[str, int, int, int]], patience: int) -> None:
     line: Line[int] = Line(QueueConfig(patience=patience, capacity=20))
     model: list[tuple[float, int, int]] = []
+    names: dict[int, str] = {}
+    rate = TYPICAL_SPEED.prefill_tokens_per_s
     for number, (step, who, arrived, own) in enumerate(steps):
         there = any(one == who for _, _, one in model)
         if step == "leave":
             assert line.leave(who) == there
             model = [entry for entry in model if entry[2] != who]
+        elif step == "next":
+            found, order = line.next({ReplicaRef("a")}), [one for _, _, one in sorted(model)]
+            assert found == [one for one in order if one in found]
+            first = [one for one in order if names[one] == "a"][:TRIES]
+            assert set(first) <= set(found)
+            assert len(found) >= min(TRIES, len(order))
         elif not there:
-            line.join(who, arrived=arrived, own_s=own)
+            names[who] = "ab"[who % 2]
+            line.join(who, decision(0, name=names[who]), arrived=arrived, prompt_tokens=int(own * rate))
             model.append((arrived + patience * own, number, who))
-        assert line.first() == [one for _, _, one in sorted(model)][:TRIES]
         assert (len(line), line.full) == (len(model), len(model) >= 20)
 
 
 # Turns
+
+ENDED = Reservation(
+    id="x", ref=ReplicaRef("a"), predicted_tokens=0, uncached_tokens=0, prefilling=True, expires_at=0.0
+)
 
 
 class Load:
@@ -76,8 +108,8 @@ class Load:
     async def request(self, name: str, turn: Turn, *, tokens: int = 1000) -> None:
         """What a router does with one: it goes when its turn lets it, and adds to the load."""
         try:
-            while turn.must_wait(decision(self.tokens)):
-                await turn.wait(tokens / 10_000, lambda: not turn.must_wait(decision(self.tokens)))
+            while turn.must_wait(best := decision(self.tokens)):
+                await turn.wait(best, tokens, lambda: not turn.must_wait(decision(self.tokens)))
             self.tokens += tokens
             self.went.append(name)
         finally:
@@ -90,7 +122,7 @@ class Load:
 
     def ended(self, tokens: int) -> None:
         self.tokens -= tokens
-        self.queue.ease()
+        self.queue.ease(ENDED)
 
     async def waiting(self, count: int, *, went: Sequence[str] = ()) -> None:
         """Until so many wait, and these went."""
@@ -213,7 +245,7 @@ async def test_a_defect_is_told_and_waiting_stays_bounded() -> None:
 
     turn = load.queue.turn()
     assert turn is not None
-    await turn.wait(1.0, broken)
+    await turn.wait(decision(20_000), 1000, broken)
     assert load.queue.timeouts == 1
     with pytest.raises(RuntimeError, match="a defect"):
         load.queue.expect_alive()
