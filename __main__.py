@@ -31,7 +31,7 @@ from .indexer.tenants import TenantsFile
 from .proto.hashing import DEFAULT_HASH_SEED
 from .proto.http import HttpServer
 from .proto.index import Store
-from .scripts import audit, bench, chaos, check, explain, front_door, record, relay, replay, top
+from .scripts import audit, bench, chaos, check, explain, front_door, record, relay, replay, top, waiting
 from .scripts.cli import (
     MODELS_TABLE,
     POLICIES_TABLE,
@@ -420,6 +420,7 @@ main.add_command(check.command)
 main.add_command(explain.command)
 main.add_command(front_door.load_command)
 main.add_command(front_door.tokens_command)
+main.add_command(waiting.command)
 main.add_command(record.command)
 main.add_command(relay.command)
 main.add_command(replay.command)

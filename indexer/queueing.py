@@ -43,9 +43,12 @@ T = TypeVar("T")
 TRIES: Final = 8
 """Requests that look again when load has fallen: so many who would go there, and so many others."""
 ROUND_S: Final = 0.01
-"""Between two rounds at least."""
+"""Between two rounds at least, or"""
+SPARING: Final = 4.0
+"""Times the last round's own duration."""
+MAX_ROUND_S: Final = 0.25
 POLL_S: Final = 0.05
-"""And at most: a replica may have joined, or come back."""
+"""After which a round begins though no load has fallen: a replica may have joined, or come back."""
 
 
 class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -249,11 +252,14 @@ class RouterQueue:
                 async with asyncio.timeout(POLL_S):
                     await self._eased.wait()
             self._eased.clear()
+            began = self.clock()
             fallen, self._fallen = self._fallen, set()
             for turn in self.line.next(fallen):
                 if turn.ready():
                     await turn.look()
-            await asyncio.sleep(ROUND_S)
+            # In a large fleet to look again is work: most of the time belongs to those who arrive.
+            spent = self.clock() - began
+            await asyncio.sleep(min(max(ROUND_S, SPARING * spent), MAX_ROUND_S))
         self._serving = None
 
 

@@ -193,8 +193,9 @@ class Report(msgspec.Struct, frozen=True):
 
 async def run_load(config: LoadConfig) -> Report:
     """Start engines and a router, load them, and measure. Raises ChildFailed."""
+    settings = '[models.m]\ntokenizer = "byte"\n[proxy]\nmax_in_flight = 1024\n'
     async with (
-        _fleet(config) as (router, url, engines),
+        fleet(config.engines, settings, "--decode-step-s", str(config.decode_step_s)) as (router, url, engines),
         aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
         ) as session,
@@ -213,7 +214,9 @@ async def run_load(config: LoadConfig) -> Report:
 
 
 @contextlib.asynccontextmanager
-async def _fleet(config: LoadConfig) -> AsyncIterator[tuple[Child, str, list[str]]]:
+async def fleet(engines: int, settings: str, *options: str) -> AsyncIterator[tuple[Child, str, list[str]]]:
+    """A router process with this configuration file over so many simulated engines with these options, of model `m`:
+    the router, its URL, the engines' URLs. Raises ChildFailed."""
     children: list[Child] = []
     with tempfile.TemporaryDirectory(prefix="metatrie-") as logs:
 
@@ -223,24 +226,24 @@ async def _fleet(config: LoadConfig) -> AsyncIterator[tuple[Child, str, list[str
             return await child.start()
 
         try:
-            settings = Path(logs) / "router.toml"
-            settings.write_text('[models.m]\ntokenizer = "byte"\n[proxy]\nmax_in_flight = 1024\n')
-            said = await start("router", "serve", "--port", "0", "--config", str(settings))
-            engines = [
+            config = Path(logs) / "router.toml"
+            config.write_text(settings)
+            said = await start("router", "serve", "--port", "0", "--config", str(config))
+            started = [
                 await start(
                     f"engine-{i}",
-                    *("engine", "--port", "0", "--model", "m", "--decode-step-s", str(config.decode_step_s)),
+                    *("engine", "--port", "0", "--model", "m", *options),
                     *("--events", "tcp://127.0.0.1:*", "--replay", "tcp://127.0.0.1:*"),
                 )
-                for i in range(config.engines)
+                for i in range(engines)
             ]
             async with aiohttp.ClientSession() as session:
-                for i, one in enumerate(engines):
+                for i, one in enumerate(started):
                     body = {"replica": f"engine-{i}", "engine": "vllm", "model": "m", "block_size": 16}
                     body |= {name: one[name] for name in ("events", "replay", "url")}
                     async with session.post(f"{said['url']}/v1/replicas", json=body) as response:
                         response.raise_for_status()
-            yield children[0], said["url"], [one["url"] for one in engines]
+            yield children[0], said["url"], [one["url"] for one in started]
         finally:
             for child in reversed(children):
                 await child.stop()

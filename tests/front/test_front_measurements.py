@@ -1,4 +1,4 @@
-"""`metatrie tokens` and `metatrie load` at a small scale."""
+"""`metatrie tokens`, `metatrie load` and `metatrie waiting` at a small scale."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from metatrie.__main__ import main
 from metatrie.proto.text import HFText
 from metatrie.scripts.front_door import LoadConfig, conversations, run_load
+from metatrie.scripts.waiting import WaitingConfig, arrivals, measure
 
 TRAJECTORY = [
     {"role": "system", "content": "be brief"},
@@ -60,3 +61,13 @@ async def test_load_finds_nothing_wrong() -> None:
     assert seen.compared == 1
     assert seen.chunks == seen.finished * 5
     assert seen.rss
+
+
+async def test_the_same_requests_wait_in_the_engines_or_in_the_router() -> None:
+    config = WaitingConfig(engines=1, requests=6, rate=40, long_share=0.5, time_scale=0.1)
+    one, two = arrivals(config, 1), arrivals(config, 2)
+    assert one == arrivals(config, 1) != two
+    assert [arrival.at for arrival in one] == sorted(arrival.at for arrival in one)
+    engines, router = [await measure(config, 1, queue=queue) for queue in (False, True)]
+    assert len(engines.ttft) == len(router.ttft) == 6
+    assert engines.waited == 0 < router.waited
