@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ...indexer.policies import DEFAULT_POLICY
 from .study import Study
-from .suite import Comparison, Result, Setting, compare, losses
+from .suite import QUEUED, Comparison, Result, Setting, compare, losses
 
 BEGIN = "<!-- suite: begin; written by `metatrie simulate --suite --write`, do not edit -->"
 END = "<!-- suite: end -->"
@@ -100,18 +100,21 @@ def _markdown(results: Sequence[Result], studies: Mapping[Setting, Study]) -> It
     beaten = losses(results)
     yield f"\nAnother policy is more than 3 % better in {len(beaten)}:\n"
     yield (
-        "| setting | best | its mean TTFT, default = 1 | arrivals 1 % closer / wider | hit, default / best | p99, s "
-        "| latency, s | default without price / copies / decode term / exemption | reason |"
+        "| setting | best | its mean TTFT, default = 1 | arrivals 1 % closer / wider | default, queued "
+        "| hit, default / best | p99, s | latency, s | default without price / copies / decode term / exemption "
+        "| reason |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     found = {(r.setting, r.policy): r for r in results}
     for setting, best, ratio in beaten:
         ours, other = found[setting, DEFAULT_POLICY], found[setting, best]
         a, b = ours.outcome, other.outcome
         study = studies.get(setting)
+        queued = found.get((setting, QUEUED))
+        waiting = "–" if queued is None else f"{queued.outcome.ttft.mean / a.ttft.mean:.3f}"
         jittered, without, reason = ("–", "–", "not studied") if study is None else _studied(study)
         yield (
-            f"| {setting} | `{best}` | {ratio:.3f} | {jittered} | {a.hit:.3f} / {b.hit:.3f} "
+            f"| {setting} | `{best}` | {ratio:.3f} | {jittered} | {waiting} | {a.hit:.3f} / {b.hit:.3f} "
             f"| {a.ttft.p99:.1f} / {b.ttft.p99:.1f} | {a.latency.mean:.1f} / {b.latency.mean:.1f} "
             f"| {without} | {reason} |"
         )
