@@ -83,6 +83,19 @@ async def test_every_router_sees_every_step_of_a_request(routers: list[SharedRes
     await all_see(routers, NONE)
 
 
+async def test_a_router_knows_whether_it_is_alone(routers: list[SharedReservations]) -> None:
+    await all_see(routers, NONE)
+    assert [router.alone() for router in routers] == [False] * 3
+    await routers[1].close()
+    await routers[2].close()
+
+    async def alone() -> bool:
+        await routers[0].refresh()
+        return routers[0].alone()
+
+    await until(alone)
+
+
 async def test_what_another_router_chose_at_the_same_moment_is_chosen_again(
     routers: list[SharedReservations],
 ) -> None:
