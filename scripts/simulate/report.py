@@ -112,7 +112,10 @@ def _markdown(results: Sequence[Result], studies: Mapping[Setting, Study]) -> It
         study = studies.get(setting)
         queued = found.get((setting, QUEUED))
         waiting = "–" if queued is None else f"{queued.outcome.ttft.mean / a.ttft.mean:.3f}"
-        jittered, without, reason = ("–", "–", "not studied") if study is None else _studied(study)
+        jittered, without, reason = "–", "–", "not studied"
+        if study is not None:
+            jittered, without = _ratios(study.jittered), _ratios(study.without)
+            reason = study.reason(a, b)
         yield (
             f"| {setting} | `{best}` | {ratio:.3f} | {jittered} | {waiting} | {a.hit:.3f} / {b.hit:.3f} "
             f"| {a.ttft.p99:.1f} / {b.ttft.p99:.1f} | {a.latency.mean:.1f} / {b.latency.mean:.1f} "
@@ -120,9 +123,8 @@ def _markdown(results: Sequence[Result], studies: Mapping[Setting, Study]) -> It
         )
 
 
-def _studied(study: Study) -> tuple[str, str, str]:
-    jittered, without = (" / ".join(f"{ratio:.3f}" for ratio in ratios) for ratios in (study.jittered, study.without))
-    return jittered, without, study.reason
+def _ratios(ratios: Sequence[float]) -> str:
+    return " / ".join(f"{ratio:.3f}" for ratio in ratios)
 
 
 def html(results: Sequence[Result]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ...indexer.policies import DEFAULT_POLICY
+from .fleet import Outcome
 from .suite import EXPECTED_TTFT, MARGIN, Result, Setting, entry
 
 JITTER = (0.99, 1.01)
@@ -48,14 +49,22 @@ class Study(NamedTuple):
     without: tuple[float, ...]
     """The default without each of PARTS."""
 
-    @property
-    def reason(self) -> str:
+    def reason(self, ours: Outcome, other: Outcome) -> str:
+        """ours, other: the runs compared, for what no part of the default explains."""
         if max(self.jittered) > 1 - MARGIN:
             return "chance: it does not win by as much when arrivals are a percent closer or further apart"
         closest = min(self.without)
         if 1 - closest >= (1 - self.ratio) / 2:
             return PARTS[self.without.index(closest)].reason
-        return "no part of the default alone: the other rule fits this case better"
+        if other.hit > ours.hit + 0.01:
+            if other.ttft.p99 > ours.ttft.p99 * 1.1:
+                return "it lets some conversations wait far longer, and so keeps more of the others in the caches"
+            return (
+                "it keeps more in the caches: it spreads what they have to hold, which the default does not look at"
+            )
+        if other.latency.mean > ours.latency.mean:
+            return "it trades latency for time to first token: whole answers are over sooner with the default"
+        return "no part of the default alone"
 
 
 def entries(best: str) -> list[str]:

@@ -113,7 +113,9 @@ def test_where_the_default_is_beaten_the_page_says_why(folder: Path) -> None:
     assert not none
     assert setting == SETTINGS[0]
     assert (len(found.jittered), len(found.without)) == (2, len(study.PARTS))
-    assert f"| {found.reason} |" in page.read_text()
+    outcomes = {r.policy: r.outcome for r in suite.read(results)}
+    reason = found.reason(outcomes["priced_delay"], outcomes["round_robin"])
+    assert f"| {reason} |" in page.read_text()
     runs = len(suite.read(results))
     assert runs == 2 + len(study.entries("round_robin"))
     invoke("--study", "--traces", str(folder), "--jobs", "1", *two)
@@ -132,9 +134,36 @@ def test_where_the_default_is_beaten_the_page_says_why(folder: Path) -> None:
     ],
 )
 def test_a_study_names_the_part_that_closes_half_of_the_gap(
-    jittered: tuple[float, ...], without: tuple[float, ...], reason: str
+    folder: Path, jittered: tuple[float, ...], without: tuple[float, ...], reason: str
 ) -> None:
-    assert study.Study(SETTINGS[0], "hybrid", 0.8, jittered, without).reason.startswith(reason)
+    wanted = {SETTINGS[0]: ENTRIES[1:2]}
+    ours = suite.run(folder, folder / "r", wanted, jobs=1, progress=lambda r: None)[0].outcome
+    assert study.Study(SETTINGS[0], "hybrid", 0.8, jittered, without).reason(ours, ours).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("hit", "p99", "latency", "reason"),
+    [
+        (0.1, 2, 1, "it lets some conversations wait far longer"),
+        (0.1, 1, 1, "it keeps more in the caches"),
+        (0, 1, 1.1, "it trades latency"),
+        (0, 1, 0.9, "no part"),
+    ],
+)
+def test_what_no_part_explains_is_told_by_what_the_runs_show(
+    folder: Path, hit: float, p99: float, latency: float, reason: str
+) -> None:
+    wanted = {SETTINGS[0]: ENTRIES[1:2]}
+    ours = suite.run(folder, folder / "r", wanted, jobs=1, progress=lambda r: None)[0].outcome
+    replace = msgspec.structs.replace
+    other = replace(
+        ours,
+        hit=ours.hit + hit,
+        ttft=replace(ours.ttft, p99=ours.ttft.p99 * p99),
+        latency=replace(ours.latency, mean=ours.latency.mean * latency),
+    )
+    found = study.Study(SETTINGS[0], "hybrid", 0.8, (0.8, 0.8), (1.0, 1.0, 1.0, 1.0))
+    assert found.reason(ours, other).startswith(reason)
 
 
 def test_entries_have_parameters_and_arrival_times_of_their_own() -> None:
