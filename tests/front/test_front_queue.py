@@ -25,11 +25,20 @@ class Engine:
         self.asked: list[int] = []
         """First token of each prompt."""
         self.go = asyncio.Semaphore(0)
+        self.fails = asyncio.Event()
+        """Breaks off what is being answered, once."""
 
     async def __call__(self, http: web.Request) -> web.StreamResponse:
         self.asked.append((await http.json())["prompt"][0])
-        async with self.go:
-            return web.json_response({"choices": [{"text": "x"}]})
+        ends = [asyncio.ensure_future(end) for end in (self.go.acquire(), self.fails.wait())]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if self.fails.is_set():
+            self.fails.clear()
+            assert http.transport is not None
+            http.transport.abort()
+        return web.json_response({"choices": [{"text": "x"}]})
 
 
 def ask(front: Front, first: int, tokens: int) -> asyncio.Task[Any]:
@@ -92,6 +101,32 @@ async def test_whoever_waits_goes_where_there_is_room(
     one.go.release()
     two.go.release()
     assert [status for status, _, _ in await asyncio.gather(*tasks)] == [200] * 3
+
+
+async def test_a_request_whose_engine_fails_waits_for_the_next(
+    open_front: OpenFront, scripted: StartScripted, eventually: Eventually
+) -> None:
+    one, two = Engine(), Engine()
+    front = await open_front(urls=[(await scripted(engine)).url for engine in (one, two)])
+    tasks = [ask(front, 1, 20_000), ask(front, 2, 20_000)]
+    await asked(one, 1, eventually)
+    await asked(two, 1, eventually)
+    tasks.append(ask(front, 3, 20_000))
+    await waiting(front, 1, eventually)
+    failed = one.asked[0]
+    one.fails.set()
+    # Where it failed there is room now: who waited goes there, and it waits for the other one.
+    await asked(one, 2, eventually)
+    await waiting(front, 1, eventually)
+    assert (one.asked[1], two.asked) == (3, [3 - failed])
+    two.go.release()
+    await asked(two, 2, eventually)
+    assert two.asked[1] == failed
+    one.go.release()
+    two.go.release()
+    answers = await asyncio.gather(*tasks)
+    assert [status for status, _, _ in answers] == [200] * 3
+    assert answers[failed - 1][2]["X-Metatrie-Attempt"] == "2"
 
 
 async def test_a_caller_that_hangs_up_while_it_waits_is_forgotten(
