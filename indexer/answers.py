@@ -88,7 +88,8 @@ class Space:
     def lineup(self, fleet: Fleet) -> Lineup:
         """The fleet's candidates, computed once per fleet."""
         if self._lineup is None or self._lineup_of is not fleet:
-            self._lineup, self._lineup_of = Lineup(fleet.replicas, self.block_size), fleet
+            self._lineup = Lineup(fleet.replicas, self.block_size, before=self._lineup)
+            self._lineup_of = fleet
         return self._lineup
 
 

@@ -20,13 +20,18 @@ _NO_DEPTH = Depth(0, (0, 0, 0))
 class Lineup:
     """Those of one fleet that may be chosen without second thoughts: live, and not for decoding only."""
 
-    def __init__(self, views: Sequence[ReplicaView], block_size: int) -> None:
+    def __init__(self, views: Sequence[ReplicaView], block_size: int, *, before: Lineup | None = None) -> None:
+        """before: the same fleet as last seen. Leases are renewed all the time and replicas seldom change: what is
+        laid out for the very sequence of refs stays laid out."""
         chosen = [view for view in views if view.state != "stale" and view.spec.role != "decode"]
         loads = [view.status.load for view in chosen]
         self._size = block_size
         self._incarnations = [view.incarnation for view in chosen if view.incarnation is not None]
+        self._refs = [view.spec.ref for view in chosen]
+        if before is not None and before._refs == self._refs:
+            self._refs = before._refs
         self._roster = Roster(
-            [view.spec.ref for view in chosen],
+            self._refs,
             block_sizes=[block_size] * len(chosen),
             states=[view.state for view in chosen],
             causes=[view.cause for view in chosen],

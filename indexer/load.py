@@ -32,6 +32,8 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 
 DEFAULT_TTL_S = 600.0
 DEFAULT_CAPACITY = 100_000
+LAYOUTS = 16
+"""Fleets whose load and speeds are kept in columns: models a router decides about in turn."""
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -86,26 +88,28 @@ class Totals(NamedTuple):
 class _Layout:
     """Columns for one fleet."""
 
-    __slots__ = ("at", "columns", "refs")
+    __slots__ = ("at", "columns", "given", "refs")
 
     def __init__(self, refs: Sequence[ReplicaRef], rows: Sequence[tuple[Any, ...]], width: int) -> None:
         """width: cells of a row."""
         self.refs = refs
         self.at = {ref: at for at, ref in enumerate(refs)}
         self.columns = [[row[cell] for row in rows] for cell in range(width)]
+        self.given = False
+        """Somebody has these very columns."""
 
 
 class PerReplica(Generic[Row]):
     """Rows by replica, at hand in columns for the fleets asked about last: decisions are about the same few fleets
-    again and again, and between two of them few rows change. Bounds: `LAYOUTS` fleets; rows are its user's matter."""
+    again and again, and between two of them few rows change. Rows are bounded by its user."""
 
-    LAYOUTS: ClassVar[int] = 16
-
-    def __init__(self, default: Row) -> None:
+    def __init__(self, default: Row, *, layouts: int = LAYOUTS) -> None:
+        """layouts: fleets that are laid out at a time, at most."""
         self._default = default
+        self._most = layouts
         self._rows: dict[ReplicaRef, Row] = {}
         self._layouts: OrderedDict[int, _Layout] = OrderedDict()
-        """By identity of the sequence asked about; the newest last."""
+        """By identity of the sequence asked about; the one asked about last at the end."""
 
     def __getitem__(self, ref: ReplicaRef) -> Row:
         return self._rows.get(ref, self._default)
@@ -128,19 +132,22 @@ class PerReplica(Generic[Row]):
         layout = self._layouts.get(id(refs))
         if layout is None:
             layout = self._layouts[id(refs)] = _Layout(refs, [self[ref] for ref in refs], len(self._default))
-            if len(self._layouts) > self.LAYOUTS:
+            if len(self._layouts) > self._most:
                 self._layouts.popitem(last=False)
+        else:
+            self._layouts.move_to_end(id(refs))
+        layout.given = True
         return tuple(layout.columns)
 
     def _lay_out(self, ref: ReplicaRef, row: Row) -> None:
         for layout in self._layouts.values():
             at = layout.at.get(ref)
             if at is not None:
-                for number, cell in enumerate(row):
-                    column = layout.columns[number]
-                    if column[at] != cell:
-                        column = layout.columns[number] = column.copy()
-                        column[at] = cell
+                if layout.given:
+                    layout.columns = [column.copy() for column in layout.columns]
+                    layout.given = False
+                for column, cell in zip(layout.columns, row, strict=True):
+                    column[at] = cell
 
 
 class Reservations(Protocol):

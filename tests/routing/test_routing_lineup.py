@@ -137,12 +137,33 @@ async def test_an_explanation_is_of_the_moment_of_the_decision() -> None:
     assert first.explain() == before
 
 
+async def test_a_renewed_lease_leaves_columns_as_they_are_laid_out() -> None:
+    def lineup(names: str, lag_s: float, before: Lineup | None) -> Lineup:
+        specs = [ReplicaSpec(ref=ReplicaRef(name), engine="vllm") for name in names]
+        status = ReplicaStatus(lag_s=lag_s)
+        views = [
+            ReplicaView(spec=spec, incarnation=Incarnation(i), live=True, status=status)
+            for i, spec in enumerate(specs)
+        ]
+        return Lineup(views, SIZE, before=before)
+
+    def refs(one: Lineup) -> object:
+        return one.candidates(
+            {}, CHAIN, SIZE, placements=Placements(), reservations=LocalReservations(), learned=Learned()
+        ).refs
+
+    first = lineup("ab", 0.0, None)
+    renewed = lineup("ab", 1.0, first)
+    grown = lineup("abc", 1.0, renewed)
+    assert refs(renewed) is refs(first)
+    assert refs(grown) == [ReplicaRef(name) for name in "abc"]
+
+
 @given(st.lists(st.tuples(st.sampled_from("sdo"), st.integers(0, 4), st.integers(0, 9)), max_size=40))
 def test_rows_per_replica_are_the_same_alone_and_in_columns(steps: list[tuple[str, int, int]]) -> None:
     refs = [ReplicaRef(f"r{i}") for i in range(5)]
     fleets = [refs[:4], refs[:1:-1], *([ref] for ref in refs)]
-    rows, model, fleet = PerReplica((0, 0)), dict.fromkeys(refs, (0, 0)), fleets[0]
-    rows.LAYOUTS = 3  # type: ignore[misc]
+    rows, model, fleet = PerReplica((0, 0), layouts=3), dict.fromkeys(refs, (0, 0)), fleets[0]
     given_away = []
     for step, which, value in steps:
         match step:
