@@ -193,9 +193,6 @@ class SharedReservations:
         return await self.place(lambda _: Wanted(ref, predicted_tokens, uncached_tokens))
 
     async def place(self, choose: Callable[[str], Wanted]) -> Reservation:
-        if len(self._held) >= self._capacity:
-            self._dropped += 1
-            await self.free(next(iter(self._held)))
         ident = f"{self._router}.{secrets.token_urlsafe(12)}"
         wanted = choose(ident)
         lease_ms = int(self._lease_s * 1000)
@@ -226,6 +223,9 @@ class SharedReservations:
                 reservation = self._hold(ident, wanted)
                 break
             wanted = again
+        if len(self._held) > self._capacity:
+            self._dropped += 1
+            await self.free(next(iter(self._held)))
         return reservation
 
     def _hold(self, ident: str, wanted: Wanted) -> Reservation:

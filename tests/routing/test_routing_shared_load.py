@@ -140,6 +140,25 @@ async def test_a_choice_that_cannot_be_made_again_leaves_nothing_reserved(router
     await all_see(routers, NONE)
 
 
+async def test_a_choice_that_is_not_made_costs_nobody_its_place_at_the_bound(redis_url: str) -> None:
+    def never(_: str) -> Wanted:
+        raise NoReplica("nobody has room", remedy="retry later")
+
+    store = await store_at(redis_url)
+    full = store.reservations(ttl_s=600, capacity=1)
+    await full.start()
+    first = await full.add(A, predicted_tokens=0, uncached_tokens=5)
+    with pytest.raises(NoReplica):
+        await full.place(never)
+    assert (full.counts().held, full.counts().dropped) == (1, 0)
+    await full.add(B, predicted_tokens=0, uncached_tokens=6)
+    assert (full.counts().held, full.counts().dropped) == (1, 1)
+    assert await full.free(first.id) is None
+    assert (await seen(full), await seen(full, B)) == (NONE, (1, 1, 6))
+    await full.close()
+    await store.close()
+
+
 async def test_requests_routed_at_once_see_each_others_turns_and_placements(redis_url: str) -> None:
     store = await store_at(redis_url)
     index = await store.open(Namespace(model="m"))
