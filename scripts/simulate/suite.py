@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -42,6 +43,13 @@ EXPECTED_TTFT = "expected_ttft"
 QUEUED = "queued"
 """The default policy in a router that queues; in all other entries requests wait in the engines."""
 ENTRIES = (ORACLE, *POLICIES, EXPECTED_TTFT, QUEUED)
+_PLAIN = {"base_weight": 1.0, "max_weight": 1.0}
+_OWN: Mapping[str, dict[str, Any]] = {
+    ORACLE: {"policy": DEFAULT_POLICY, "parameters": _PLAIN, "oracle": True},
+    EXPECTED_TTFT: {"policy": DEFAULT_POLICY, "parameters": _PLAIN},
+    QUEUED: {"policy": DEFAULT_POLICY, "queue": QueueConfig()},
+}
+"""Runs of the entries that are no policies."""
 MARGIN = 0.03
 """A policy whose mean is not further below the default's is as good as it."""
 
@@ -104,17 +112,10 @@ def entry_config(entry: str, config: FleetConfig) -> FleetConfig:
     """The run of one entry of a comparison: `POLICY[;PARAMETER=VALUE …][@FACTOR on arrival times]`."""
     name, _, factor = entry.partition("@")
     name, *settings = name.split(";")
+    own = _OWN.get(name, {"policy": name})
+    parameters = own.get("parameters", {}) | numbers(settings)
     stretch = config.stretch * float(factor or 1)
-    if name in (ORACLE, EXPECTED_TTFT):
-        plain = {"base_weight": 1.0, "max_weight": 1.0}
-        return msgspec.structs.replace(
-            config, policy=DEFAULT_POLICY, parameters=plain, oracle=name == ORACLE, stretch=stretch
-        )
-    if name == QUEUED:
-        return msgspec.structs.replace(
-            config, policy=DEFAULT_POLICY, parameters=numbers(settings), stretch=stretch, queue=QueueConfig()
-        )
-    return msgspec.structs.replace(config, policy=name, parameters=numbers(settings), stretch=stretch)
+    return msgspec.structs.replace(config, **(own | {"parameters": parameters, "stretch": stretch}))
 
 
 def numbers(settings: Sequence[str]) -> dict[str, float]:
