@@ -26,7 +26,7 @@ import itertools
 import math
 import time
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Annotated, Final, Generic, TypeVar
@@ -90,6 +90,10 @@ class Line(Generic[T]):
     def __len__(self) -> int:
         return len(self._order)
 
+    def __iter__(self) -> Iterator[T]:
+        """All of them, in order; whoever joins or leaves meanwhile does not matter."""
+        return iter([one for _, _, one in self._order])
+
     @property
     def full(self) -> bool:
         return len(self._order) >= self._config.capacity
@@ -116,7 +120,7 @@ class Line(Generic[T]):
         best = self._best
         chosen = list(islice((entry for entry in self._order if best[entry[2]] in eased), TRIES))
         after = bisect_right(self._order, self._passed, key=_place)
-        others = [*self._order[after:], *self._order[:after]][:TRIES]
+        others = (self._order[after : after + TRIES] + self._order[:after])[:TRIES]
         if others:
             self._passed = _place(others[-1])
         return [one for _, _, one in sorted({entry[:2]: entry for entry in chosen + others}.values(), key=_place)]
@@ -143,16 +147,15 @@ class Turn:
 
     def must_wait(self, decision: Decision) -> bool:
         queue = self._queue
-        return not self._free and queue.alone() and pending_s(decision) > queue.config.threshold_s
+        return not self._free and queue.works() and pending_s(decision) > queue.config.threshold_s
 
     async def wait(self, decision: Decision, prompt_tokens: int, ready: Callable[[], bool]) -> None:
         """Until it may look again. decision: where it would go; ready: whether it would go now, wherever, as far as
         can be told at once. Raises NoReplica after `leave`."""
         queue = self._queue
-        left = self._arrived + queue.config.max_wait_s - queue.clock()
-        if left <= 0 or queue.line.full:
+        if queue.line.full:
             self._free = True
-            queue.overflows += left > 0
+            queue.overflows += 1
             return
         if not self.waited_s:
             queue.waits += 1
@@ -163,7 +166,7 @@ class Turn:
         queue.serve()
         began = queue.clock()
         try:
-            async with asyncio.timeout(left):
+            async with asyncio.timeout(queue.config.max_wait_s - self.waited_s):
                 await self._go
         except TimeoutError:
             self._free = True
@@ -176,12 +179,17 @@ class Turn:
 
     async def look(self) -> None:
         """Its turn to look again; returns when it has gone, waits again, or is no more."""
+        settled = self._settled = asyncio.Event()
+        if self.go():
+            await settled.wait()
+
+    def go(self) -> bool:
+        """Wake it. False if it was, or does not wait."""
         if self._go is None or self._go.done():
-            return
-        self._settled = asyncio.Event()
+            return False
         self._queue.line.leave(self)
         self._go.set_result(None)
-        await self._settled.wait()
+        return True
 
     def settle(self) -> None:
         """Call when the request was placed or given up."""
@@ -213,7 +221,7 @@ class RouterQueue:
         """Requests that waited, waited too long, or found the queue full; since the start."""
         self.waited_s = 0.0
         """Of all of them together."""
-        self.alone = alone
+        self._alone = alone
         self._fallen: set[ReplicaRef] = set()
         """Where load has fallen since the last round."""
         self._eased = asyncio.Event()
@@ -229,10 +237,20 @@ class RouterQueue:
             self._fallen.add(before.ref)
             self._eased.set()
 
+    def works(self) -> bool:
+        """Requests may have to wait: it is on, no other router shares the load, and no defect has ended it."""
+        return self.config.enabled and self._alone() and (self._serving is None or not self._serving.done())
+
     def serve(self) -> None:
         if self._serving is None:
             self._serving = asyncio.create_task(self._serve(), name="router-queue")
-            self._serving.add_done_callback(report_defect)
+            self._serving.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        report_defect(task)
+        if self._serving is task:  # nobody else will wake who waits
+            for turn in self.line:
+                turn.go()
 
     def expect_alive(self) -> None:
         """Raises what killed the task, if anything did."""

@@ -86,6 +86,11 @@ class QueueCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         queue = self._queue
         yield GaugeMetricFamily(
+            "metatrie_router_queue_works",
+            "Whether requests wait in the router: 0 where it is off, or another router shares the load",
+            value=queue.works(),
+        )
+        yield GaugeMetricFamily(
             "metatrie_router_queue_waiting", "Requests that wait in the router now", value=len(queue.line)
         )
         for name, text, value in (

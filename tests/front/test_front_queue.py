@@ -60,6 +60,18 @@ async def asked(engine: Engine, count: int, eventually: Eventually) -> None:
     await eventually(there)
 
 
+async def two_busy(
+    open_front: OpenFront, scripted: StartScripted, eventually: Eventually
+) -> tuple[Front, list[asyncio.Task[Any]], tuple[Engine, Engine]]:
+    """Two engines with a request of 20,000 tokens each."""
+    one, two = Engine(), Engine()
+    front = await open_front(urls=[(await scripted(engine)).url for engine in (one, two)])
+    tasks = [ask(front, 1, 20_000), ask(front, 2, 20_000)]
+    await asked(one, 1, eventually)
+    await asked(two, 1, eventually)
+    return front, tasks, (one, two)
+
+
 async def test_short_work_overtakes_long_work_in_the_router(
     open_front: OpenFront, scripted: StartScripted, eventually: Eventually
 ) -> None:
@@ -89,11 +101,7 @@ async def test_short_work_overtakes_long_work_in_the_router(
 async def test_whoever_waits_goes_where_there_is_room(
     open_front: OpenFront, scripted: StartScripted, eventually: Eventually
 ) -> None:
-    one, two = Engine(), Engine()
-    front = await open_front(urls=[(await scripted(engine)).url for engine in (one, two)])
-    tasks = [ask(front, 1, 20_000), ask(front, 2, 20_000)]
-    await asked(one, 1, eventually)
-    await asked(two, 1, eventually)
+    front, tasks, (one, two) = await two_busy(open_front, scripted, eventually)
     tasks.append(ask(front, 3, 1000))
     await waiting(front, 1, eventually)
     two.go.release()  # whichever it would have been bound to
@@ -106,11 +114,7 @@ async def test_whoever_waits_goes_where_there_is_room(
 async def test_a_request_whose_engine_fails_waits_for_the_next(
     open_front: OpenFront, scripted: StartScripted, eventually: Eventually
 ) -> None:
-    one, two = Engine(), Engine()
-    front = await open_front(urls=[(await scripted(engine)).url for engine in (one, two)])
-    tasks = [ask(front, 1, 20_000), ask(front, 2, 20_000)]
-    await asked(one, 1, eventually)
-    await asked(two, 1, eventually)
+    front, tasks, (one, two) = await two_busy(open_front, scripted, eventually)
     tasks.append(ask(front, 3, 20_000))
     await waiting(front, 1, eventually)
     failed = one.asked[0]
@@ -172,9 +176,10 @@ async def test_a_policy_that_ignores_load_does_not_queue(
     front = await open_front(urls=[(await scripted(engine)).url], router=RouterConfig(policy="round_robin"))
     tasks = [ask(front, n, 20_000) for n in range(2)]
     await asked(engine, 2, eventually)
+    assert (await front.metrics())["metatrie_router_queue_waits_total"] == 0
     for _ in tasks:
         engine.go.release()
-    await asyncio.gather(*tasks)
+    assert [status for status, _, _ in await asyncio.gather(*tasks)] == [200] * 2
 
 
 async def test_what_asks_for_a_decision_gets_one_at_once(
@@ -184,7 +189,8 @@ async def test_what_asks_for_a_decision_gets_one_at_once(
     front = await open_front(urls=[(await scripted(engine)).url])
     first = ask(front, 1, 20_000)
     await asked(engine, 1, eventually)
+    assert (await front.metrics())["metatrie_router_queue_works"] == 1
     status, routed, _ = await front.post("/v1/route", {"model": MODEL, "token_ids": [7] * 64})
     assert (status, routed["replica"]) == (200, "r0")
     engine.go.release()
-    await first
+    assert (await first)[0] == 200

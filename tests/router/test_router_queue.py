@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,8 @@ def decision(
     reserved_tokens: int, *, reusable_tokens: int = 0, prompt_tokens: int = 1000, name: str = "a"
 ) -> Decision:
     one = Candidate(ref=ReplicaRef(name), reserved_tokens=reserved_tokens, reusable_tokens=reusable_tokens)
-    return make_policy("least_loaded", {}, None).choose([one], RoutingRequest(prompt_tokens=prompt_tokens))  # type: ignore[arg-type]
+    policy = make_policy("least_loaded", {}, random.Random(0))
+    return policy.choose([one], RoutingRequest(prompt_tokens=prompt_tokens))
 
 
 def test_seconds_are_of_the_chosen_replicas_own_rate() -> None:
@@ -236,17 +238,22 @@ async def test_a_queue_that_is_off_has_no_turns() -> None:
     assert Load(enabled=False).queue.turn() is None
 
 
-async def test_a_defect_is_told_and_waiting_stays_bounded() -> None:
-    load = Load(max_wait_s=0.2)
+async def test_a_defect_is_told_and_nobody_waits_for_it(load: Load) -> None:
     load.tokens = 20_000
 
     def broken() -> bool:
         raise RuntimeError("a defect")
 
+    assert load.queue.works()
     turn = load.queue.turn()
     assert turn is not None
+    other, _ = load.start("a")
+    await load.waiting(1)
     await turn.wait(decision(20_000), 1000, broken)
-    assert load.queue.timeouts == 1
+    await other
+    await load.start("b")[0]
+    assert load.went == ["a", "b"]
+    assert (load.queue.timeouts, load.queue.works()) == (0, False)
     with pytest.raises(RuntimeError, match="a defect"):
         load.queue.expect_alive()
 
